@@ -1,0 +1,197 @@
+"""Registration: one door, conflicts refused, targets held against the contract when they are first imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kernreg import Backend, Kernel, RegistrationError, Registry, UnknownError, ops
+from kernreg.source import text_digest
+
+
+def row(**changes: Any) -> Kernel:
+    return Kernel(**{"op": "gdn_ring_advance", "name": "mine.plain", "target": "fake_backend:plain", **changes})
+
+
+def with_rows(*rows: Kernel) -> Registry:
+    registry = Registry()
+    registry.add_op(ops.gdn_ring_advance)
+    registry.add(Backend("mine", rows))
+    return registry
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Registry]:
+    """Puts a function into an importable module and registers it."""
+
+    def place(function: Callable[..., Any], **changes: Any) -> Registry:
+        module = types.ModuleType("fake_backend")
+        module.plain = function
+        monkeypatch.setitem(sys.modules, "fake_backend", module)
+        return with_rows(row(**changes))
+
+    return place
+
+
+def advance(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1): ...
+
+
+def test_same_row_twice_is_fine_a_different_one_is_refused() -> None:
+    registry = with_rows(row(), row())
+    registry.add(Backend("mine", (row(), row())))
+    with pytest.raises(RegistrationError, match="'mine' is registered twice"):
+        registry.add(Backend("mine", (row(target="elsewhere:f"),)))
+    with pytest.raises(RegistrationError, match=r"lists mine\.plain for gdn_ring_advance twice"):
+        with_rows(row(), row(target="elsewhere:f"))
+
+
+def test_a_refused_backend_leaves_nothing_behind() -> None:
+    registry = Registry()
+    registry.add_op(ops.gdn_ring_advance)
+    with pytest.raises(RegistrationError):
+        registry.add(Backend("mine", (row(), row(op="no_such_op"))))
+    assert registry.kernels("gdn_ring_advance") == ()
+    assert registry.backends == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": "no_such_op"}, "no op 'no_such_op'"),
+        ({"name": "theirs.plain"}, "must read 'mine.<kernel>'"),
+        ({"name": "mine"}, "must read 'mine.<kernel>'"),
+        ({"target": "fake_backend"}, "must read 'module:attribute'"),
+        ({"config": {"BV": (16, 32)}}, r"default has \[\], the config's parameters are \['BV'\]"),
+        ({"config": {"BV": (16, 32)}, "default": {"BV": 64}}, "takes BV from 16, 32; got 64"),
+    ],
+)
+def test_rows_that_contradict_themselves_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        with_rows(row(**changes))
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    registry = with_rows(row())
+    with pytest.raises(UnknownError, match=r"no op 'gdn'.*gdn_ring_advance"):
+        registry.kernels("gdn")
+    with pytest.raises(UnknownError, match=r"no kernel 'mine\.fast' \(it has mine\.plain\)"):
+        registry.kernel("gdn_ring_advance", "mine.fast")
+
+
+def test_registering_imports_nothing_and_loading_imports_once(target: Callable[..., Registry]) -> None:
+    with_rows(row(target="a_module_that_does_not_exist:f"))
+    registry = target(advance)
+    assert registry.load(registry.kernel("gdn_ring_advance", "mine.plain")) is advance
+
+
+def missing_argument(write_pos, fold, rows, slots, *, ring, margin=None, null_slot=-1): ...
+def other_default(write_pos, fold, rows, slots, accept, *, ring, margin=0, null_slot=-1): ...
+def other_kind(write_pos, fold, rows, slots, accept, ring, margin=None, null_slot=-1): ...
+def other_order(fold, write_pos, rows, slots, accept, *, ring, margin=None, null_slot=-1): ...
+def stray_argument(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1, BLOCK=1): ...
+def with_fact(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1, index): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (missing_argument, "argument 'accept' of the op is missing"),
+        (other_default, r"argument 'margin' reads 'margin=0 .*the op has 'margin=None"),
+        (other_kind, "argument 'ring' reads"),
+        (other_order, "in this order"),
+        (stray_argument, "'BLOCK' is neither an argument or fact of the op nor a parameter"),
+        (7, "names nothing callable"),
+    ],
+)
+def test_a_target_that_breaks_the_contract_is_refused_at_first_import(
+    target: Callable[..., Registry], function: Any, message: str
+) -> None:
+    registry = target(function)
+    with pytest.raises(RegistrationError, match=message):
+        registry.load(registry.kernel("gdn_ring_advance", "mine.plain"))
+
+
+def test_facts_and_config_may_be_asked_for(target: Callable[..., Registry]) -> None:
+    registry = target(with_fact)
+    assert registry.load(registry.kernel("gdn_ring_advance", "mine.plain")) is with_fact
+    registry = target(stray_argument, config={"BLOCK": (1, 2)}, default={"BLOCK": 1})
+    assert registry.load(registry.kernel("gdn_ring_advance", "mine.plain")) is stray_argument
+    registry = target(advance, config={"BLOCK": (1, 2)}, default={"BLOCK": 1})
+    with pytest.raises(RegistrationError, match="'BLOCK' is not an argument"):
+        registry.load(registry.kernel("gdn_ring_advance", "mine.plain"))
+
+
+def test_a_missing_requirement_is_a_reason_and_any_other_import_error_is_raised() -> None:
+    registry = Registry()
+    registry.add_op(ops.gdn_ring_advance)
+    registry.add(Backend("mine", (row(target="broken_module_xyz:f"),), requires=("no_such_module_xyz",)))
+    kernel = registry.kernel("gdn_ring_advance", "mine.plain")
+    assert registry.missing(kernel) == "no_such_module_xyz is not installed"
+    with pytest.raises(ModuleNotFoundError, match="broken_module_xyz"):
+        registry.load(kernel)
+
+
+SELF_TUNED = """
+import triton
+
+def advance(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1):
+    return helper()
+
+def helper():
+    return kernel[(1,)]()
+
+@triton.autotune(configs=[triton.Config({"BLOCK": 1}), triton.Config({"BLOCK": 2})], key=[])
+@triton.jit
+def kernel(BLOCK: triton.language.constexpr):
+    pass
+"""
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_d17_a_kernel_that_tunes_itself_online_is_refused(tmp_path: Any, monkeypatch: Any, called: bool) -> None:
+    pytest.importorskip("triton")
+    name = f"self_tuned_{called}"
+    text = SELF_TUNED if called else SELF_TUNED.replace("return helper()", "return None")
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = with_rows(row(target=f"{name}:advance"))
+    kernel = registry.kernel("gdn_ring_advance", "mine.plain")
+    if called:
+        with pytest.raises(RegistrationError, match=r"mine\.plain.*kernel carries @triton\.autotune"):
+            registry.load(kernel)
+    else:
+        registry.load(kernel)
+
+
+def test_source_digest_ignores_comments_docstrings_and_layout() -> None:
+    text = 'def f(x):\n    """Doc."""\n    return x + 1  # why\n'
+    same = "def f(x):\n\n    return (x +\n      1)\n"
+    assert text_digest(text) == text_digest(same)
+    assert text_digest(text) != text_digest(same.replace("1", "2"))
+    assert text_digest("x = 'a'") != text_digest("x = 'b'")
+
+
+def test_registry_digest_follows_the_rows() -> None:
+    assert with_rows(row()).digest == with_rows(row(), row()).digest
+    assert with_rows(row()).digest != with_rows(row(target="elsewhere:f")).digest
+    config = {"config": {"BV": (16, 32)}, "default": {"BV": 16}}
+    assert with_rows(row(**config)).digest != with_rows(row(**{**config, "default": {"BV": 32}})).digest
+
+
+def test_import_and_list_need_no_torch() -> None:
+    code = "import sys, kernreg.cli, kernreg.registry as r; r.default(); assert not {'torch','triton'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_checkout_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kernreg.registry as module
+
+    monkeypatch.setattr(module, "entry_points", lambda group: [])
+    registry = module.default.__wrapped__()
+    with pytest.raises(UnknownError, match=r"no backend is installed; in a checkout run 'pip install -e \.' first"):
+        registry.kernel("gdn_ring_commit", "torch.reference")
