@@ -1,0 +1,379 @@
+"""The contract of an op held against the arguments of a call: a slow path that explains, a generated one that is quick.
+
+`facts_of` reads every dim and dtype and raises with op, argument, what came and what was wanted. `guard_source` writes the
+same conditions as straight-line code for one static key; where it says no, `facts_of` finds out why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import CodeType
+from typing import Any
+
+from kernreg.contract import DTYPES, INDEX, ContractError, Fact, FactValue, Op, Tensor
+
+_NAMES = {f"torch.{torch_name}": name for name, torch_name in DTYPES.items()}
+
+
+def dtype_name(dtype: object) -> str:
+    """``torch.bfloat16`` -> ``"bf16"``; other dtypes keep torch's name."""
+    text = str(dtype)
+    return _NAMES.get(text, text.removeprefix("torch."))
+
+
+def facts_of(op: Op, args: Mapping[str, Any]) -> dict[str, FactValue]:
+    """The static key of a call.
+
+    Args:
+        args: every argument of the op by name, defaults filled in.
+
+    Raises:
+        ContractError: the first condition that does not hold.
+    """
+    given = _given(op, args)
+    dims = _dims(op, given)
+    dtypes = _dtypes(op, given)
+    _packed(op, given)
+    _one_device(op, given)
+    scope = {**args, **dims}
+    for name, expression in op.derived.items():
+        dims[name] = scope[name] = eval(_compiled(expression), {"__builtins__": {}}, scope)
+    for expression in op.where:
+        if not _holds(expression, scope):
+            raise ContractError(f"{op.name}: {_values(expression, scope)}; wanted {expression}")
+    return {name: _fact(op, fact, args, dims, dtypes) for name, fact in op.facts.items()}
+
+
+def check_fact(op: Op, name: str, value: object) -> FactValue:
+    """One fact as a key holds it (`heads` may come as a pair); ContractError says what it may be."""
+    fact = op.facts[name]
+    kind = fact.source.split()[0]
+    if kind == "heads" and isinstance(value, tuple):
+        value = "/".join(map(str, value))
+    if kind == "heads" and not (isinstance(value, str) and re.fullmatch(r"[1-9]\d*/[1-9]\d*", value)):
+        raise ContractError(f"{op.name}: {name} is {value!r}, wanted value heads/key heads, as in 48/16")
+    wanted = {"dim": int, "has": bool, "heads": str, "dtype": str, "which": str, "index": str, "layout": str}
+    numeric = kind == "arg" and not fact.values
+    expected = int if numeric else wanted.get(kind, type(fact.values[0]) if fact.values else str)
+    if type(value) is not expected or (fact.values and value not in fact.values):
+        allowed = " or ".join(map(str, fact.values)) or {int: "a whole number", bool: "true or false", str: "a name"}[expected]
+        raise ContractError(f"{op.name}: {name} is {value!r}, wanted {allowed}")
+    return value  # type: ignore[return-value]
+
+
+def check_facts(op: Op, facts: Mapping[str, FactValue]) -> None:
+    """The conditions of the contract that the static key alone settles; ContractError names the first that fails."""
+    known = {**known_dims(op, facts), **declared_values(op, facts)}
+    for expression in op.where:
+        if set(_compiled(expression).co_names) <= set(known) and not _holds(expression, known):
+            raise ContractError(f"{op.name}: {_values(expression, known)}; wanted {expression}")
+
+
+def _given(op: Op, args: Mapping[str, Any]) -> dict[str, Any]:
+    for names in op.together:
+        if len({args[name] is None for name in names}) > 1:
+            absent = [name for name in names if args[name] is None]
+            raise ContractError(f"{op.name}: {', '.join(names)} come together or not at all; {', '.join(absent)} is None")
+    for name in op.tensors:
+        if args[name] is None and name not in op.optional:
+            raise ContractError(f"{op.name}: {name} is None, wanted a tensor [{' '.join(op.tensors[name].dims)}]")
+        if args[name] is not None and not (hasattr(args[name], "shape") and hasattr(args[name], "stride")):
+            raise ContractError(f"{op.name}: {name} is a {type(args[name]).__name__}, wanted a tensor")
+    return {name: args[name] for name in op.tensors if args[name] is not None}
+
+
+def _dims(op: Op, given: Mapping[str, Any]) -> dict[str, int]:
+    dims: dict[str, int] = {}
+    source: dict[str, str] = {}
+    for name, tensor in given.items():
+        spec, shape = op.tensors[name], tuple(tensor.shape)
+        wanted = f"[{' '.join(spec.dims)}]"
+        if len(shape) != len(spec.dims):
+            raise ContractError(f"{op.name}: {name} has shape {list(shape)}, wanted {wanted}")
+        for dim, size in zip(spec.dims, shape, strict=True):
+            expected = int(dim) if dim.isdigit() else dims.setdefault(dim, size)
+            if size != expected:
+                why = f" (as in {source[dim]})" if dim in source else ""
+                raise ContractError(f"{op.name}: {name} has shape {list(shape)}, wanted {wanted} with {dim} = {expected}{why}")
+            source.setdefault(dim, name)
+    return dims
+
+
+def _dtypes(op: Op, given: Mapping[str, Any]) -> dict[str, str]:
+    dtypes: dict[str, str] = {}
+    source: dict[str, str] = {}
+    for name, tensor in given.items():
+        group, got = op.tensors[name].dtype, dtype_name(tensor.dtype)
+        allowed = INDEX if group == "index" else op.dtypes[group]
+        if got not in allowed:
+            raise ContractError(f"{op.name}: {name} is {got}, wanted {' or '.join(allowed)}")
+        if group != "index" and dtypes.setdefault(group, got) != got:
+            raise ContractError(f"{op.name}: {name} is {got}, wanted {dtypes[group]} as {source[group]} is")
+        source.setdefault(group, name)
+    return dtypes
+
+
+def _packed(op: Op, given: Mapping[str, Any]) -> None:
+    for name, tensor in given.items():
+        dense = op.tensors[name].dense
+        if dense and not _is_packed(tensor.shape[-dense:], tensor.stride()[-dense:]):
+            dims = " ".join(op.tensors[name].dims[-dense:])
+            raise ContractError(f"{op.name}: {name} has strides {list(tensor.stride())}, wanted its last dims [{dims}] packed")
+
+
+def _is_packed(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _one_device(op: Op, given: Mapping[str, Any]) -> None:
+    first, *others = given.items()
+    for name, tensor in others:
+        if tensor.device != first[1].device:
+            raise ContractError(f"{op.name}: {name} is on {tensor.device}, wanted {first[1].device} as {first[0]} is")
+
+
+def _fact(op: Op, fact: Fact, args: Mapping[str, Any], dims: Mapping[str, int], dtypes: Mapping[str, str]) -> FactValue:
+    kind, *words = fact.source.split()
+    read: dict[str, Callable[[], FactValue]] = {
+        "dim": lambda: dims[words[0]],
+        "heads": lambda: f"{dims[words[0]]}/{dims[words[1]]}",
+        "dtype": lambda: dtypes[words[0]],
+        "has": lambda: args[words[0]] is not None,
+        "arg": lambda: _declared(op, fact, words[0], args[words[0]]),
+        "which": lambda: _first_given(words, args),
+        "index": lambda: index_fact(op, args),
+        "layout": lambda: "aligned" if _aligned(op, args) else "any",
+    }
+    return read[kind]()
+
+
+def _first_given(words: list[str], args: Mapping[str, Any]) -> str:
+    choices = (word.partition("=") for word in words)
+    return next(value for value, _, name in choices if not name or args[name] is not None)
+
+
+def _declared(op: Op, fact: Fact, name: str, value: Any) -> FactValue:
+    if fact.values and value not in fact.values:
+        raise ContractError(f"{op.name}: {name} is {value!r}, wanted {' or '.join(map(str, fact.values))}")
+    if not isinstance(value, str | int):
+        raise ContractError(f"{op.name}: {name} is {value!r}, wanted a number or a name")
+    return value
+
+
+def index_fact(op: Op, args: Mapping[str, Any]) -> str:
+    """The dtypes of the index tensors given: one name where all agree, else each in signature order."""
+    names = [dtype_name(args[n].dtype) for n, spec in op.tensors.items() if spec.dtype == "index" and args[n] is not None]
+    return names[0] if len(set(names)) == 1 else "+".join(names)
+
+
+def _aligned(op: Op, args: Mapping[str, Any]) -> bool:
+    return all(_tensor_aligned(spec, args[n]) for n, spec in op.tensors.items() if spec.align and args[n] is not None)
+
+
+def _tensor_aligned(spec: Tensor, tensor: Any) -> bool:
+    if tensor.data_ptr() % 16:
+        return False
+    size, strides, shape = tensor.element_size(), tensor.stride(), tensor.shape
+    return all(
+        strides[i] == 1 if dim == spec.unit else shape[i] <= 1 or strides[i] * size % 16 == 0
+        for i, dim in _free(spec)
+    )
+
+
+def _free(spec: Tensor) -> Iterator[tuple[int, str]]:
+    """Positions and names of the dims whose strides are free."""
+    return iter(list(enumerate(spec.dims))[: len(spec.dims) - spec.dense])
+
+
+@cache
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, "<contract>", "eval")
+
+
+def _holds(expression: str, scope: Mapping[str, Any]) -> bool:
+    # dims of an absent tensor are not in scope: such an expression guards itself, as "ring_k is None or L >= T"
+    return bool(eval(_compiled(expression), {"__builtins__": {}}, dict(scope)))
+
+
+def _values(expression: str, scope: Mapping[str, Any]) -> str:
+    names = dict.fromkeys(_compiled(expression).co_names)
+    return ", ".join(f"{n} is {_brief(scope[n]) if n in scope else 'absent'}" for n in names)
+
+
+def _brief(value: Any) -> str:
+    return "given" if hasattr(value, "shape") else str(value)
+
+
+def signature_source(op: Op, defaults: Mapping[str, FactValue]) -> str:
+    """The op's parameter list as source, with `defaults` in place of the op's own where given."""
+    parts, starred = [], False
+    for name, parameter in op.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        default = defaults.get(name, parameter.default)
+        parts.append(name if default is inspect.Parameter.empty else f"{name}={default!r}")
+    return ", ".join(parts)
+
+
+def argument_source(op: Op) -> str:
+    """The op's arguments as the source of a call."""
+    kinds = op.signature.parameters.items()
+    return ", ".join(f"{n}={n}" if p.kind is inspect.Parameter.KEYWORD_ONLY else n for n, p in kinds)
+
+
+def known_dims(op: Op, facts: Mapping[str, FactValue]) -> dict[str, int]:
+    """Sizes of the dims that the static key fixes."""
+    dims: dict[str, int] = {}
+    for name, fact in op.facts.items():
+        kind, *words = fact.source.split()
+        if kind == "dim":
+            dims[words[0]] = int(facts[name])
+        elif kind == "heads":
+            dims |= dict(zip(words, map(int, str(facts[name]).split("/")), strict=True))
+    return dims
+
+
+def guard(op: Op, facts: Mapping[str, FactValue], ordinal: int | None) -> Callable[..., bool]:
+    """A function of the op's arguments: True only if they keep the contract and have exactly this static key.
+
+    It reads no tensor data. False means "ask `facts_of`": strides of dims of size 1 may be anything, and are not looked at here.
+
+    Args:
+        ordinal: number of the CUDA device that all tensors must be on (-1 for the CPU), None for any one CUDA device.
+    """
+    source = guard_source(op, facts, ordinal)
+    scope: dict[str, Any] = {}
+    if "_torch" in source:
+        import torch
+
+        scope["_torch"] = torch
+    exec(compile(source, f"<guard of {op.name}>", "exec"), scope)
+    function: Callable[..., bool] = scope["guard"]
+    return function
+
+
+def guard_source(op: Op, facts: Mapping[str, FactValue], ordinal: int | None) -> str:
+    """Source of `guard`: one tensor after the other, sizes that the key fixes as literals."""
+    known, given = known_dims(op, facts), _presence(op, facts)
+    dtypes = _dtype_names(op, facts, given)
+    body = [f"if {name} is {'None' if present else 'not None'}: return False" for name, present in given.items()]
+    body += [f"if {name} != {value!r}: return False" for name, value in declared_values(op, facts).items()]
+    first = next(iter(op.tensors))
+    body += [f"device = {f'{first}.get_device()' if ordinal is None else ordinal}", "bits = 0"]
+    body += ["if device < 0: return False"] if ordinal is None else []
+    elsewhere = "not {}.is_cpu" if ordinal == -1 else "{}.get_device() != device"
+    bound: dict[str, str] = {}
+    aligned = facts.get("layout") == "aligned"
+    for name, spec in op.tensors.items():
+        if given.get(name, True):
+            lines = _tensor_guard(name, spec, known, bound, f"{name}.dtype {dtypes[name]} or {elsewhere.format(name)}", aligned)
+            surely = name in given or name not in op.optional
+            body += lines if surely else [f"if {name} is not None:", *("    " + line for line in lines)]
+    body.append(f"if bits & 15 or not ({_open_conditions(op, known)}): return False")
+    inner = "\n".join("        " + line for line in [*(f"{dim} = {size}" for dim, size in known.items()), *body])
+    header = f"def guard({signature_source(op, {})}):\n    try:\n"
+    return f"{header}{inner}\n    except (AttributeError, TypeError, ValueError, NameError): return False\n    return True\n"
+
+
+def _presence(op: Op, facts: Mapping[str, FactValue]) -> dict[str, bool]:
+    """Which optional arguments the key says are given, or not."""
+    given: dict[str, bool] = {}
+    for name, fact in op.facts.items():
+        kind, *words = fact.source.split()
+        if kind == "has":
+            given[words[0]] = bool(facts[name])
+        elif kind == "which":
+            for value, _, argument in (word.partition("=") for word in words):
+                if argument:
+                    given[argument] = value == facts[name]
+                if value == facts[name]:
+                    break
+    for names in op.together:
+        for name in names:
+            given |= {other: given[name] for other in names if name in given}
+    return given
+
+
+def _dtype_names(op: Op, facts: Mapping[str, FactValue], given: Mapping[str, bool]) -> dict[str, str]:
+    """For each tensor the source of a test on its dtype; a group that the key does not name must agree among itself."""
+    named = {n: fact.source.split()[1] for n, fact in op.facts.items() if fact.source.startswith("dtype ")}
+    fixed = {group: f"_torch.{DTYPES[str(facts[n])]}" for n, group in named.items()}
+    index = str(facts.get("index", "")).split("+")
+    tests: dict[str, str] = {}
+    leaders: dict[str, str] = {}
+    for name, spec in op.tensors.items():
+        if not given.get(name, True):
+            continue
+        if spec.dtype == "index":
+            want = index[0] if len(index) == 1 else index.pop(0)
+            tests[name] = f"is not _torch.{DTYPES[want]}"
+        elif spec.dtype in fixed:
+            tests[name] = f"is not {fixed[spec.dtype]}"
+        elif spec.dtype in leaders:
+            tests[name] = f"is not {leaders[spec.dtype]}.dtype"
+        else:
+            leaders[spec.dtype] = name
+            tests[name] = f"not in ({', '.join(f'_torch.{DTYPES[d]}' for d in op.dtypes[spec.dtype])},)"
+    return tests
+
+
+def declared_values(op: Op, facts: Mapping[str, FactValue]) -> dict[str, FactValue]:
+    """Arguments that are facts themselves, with the value the key has for them."""
+    return {fact.source.split()[1]: facts[name] for name, fact in op.facts.items() if fact.source.startswith("arg ")}
+
+
+def _tensor_guard(
+    name: str, spec: Tensor, known: Mapping[str, int], bound: dict[str, str], identity: str, aligned: bool
+) -> list[str]:
+    """Statements for one tensor; `bound` has a name for every dim and every list of dims met so far, and gains this one's."""
+    lines, tests = _shape_guard(name, spec, known, bound)
+    tests.append(identity)
+    free = len(spec.dims) - spec.dense
+    if free == 0:
+        tests.append(f"not {name}.is_contiguous()")
+    elif spec.dense or (aligned and spec.align):
+        lines.append(f"s = {name}.stride()")
+        tests += [f"s[{i}] != {_product(spec.dims[i + 1 :], known)}" for i in range(free, len(spec.dims))]
+    if aligned and spec.align:
+        tests += [f"s[{i}] != 1" for i in range(free) if spec.dims[i] == spec.unit]
+        strides = [f"s[{i}]" for i in range(free) if spec.dims[i] != spec.unit]
+        lines.append(f"bits |= {name}.data_ptr()" + (f" | ({' | '.join(strides)}) * {name}.itemsize" if strides else ""))
+    return [*lines, f"if {' or '.join(tests)}: return False"]
+
+
+def _shape_guard(
+    name: str, spec: Tensor, known: Mapping[str, int], bound: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    # reading a tensor's shape is the dearest step: a vector's length is cheaper, and equal dims are compared as a whole
+    dims = " ".join(spec.dims)
+    if dims in bound and len(spec.dims) > 1:
+        return [], [f"{name}.shape != {bound[dims]}"]
+    fresh = [not dim.isdigit() and dim not in known and dim not in bound for dim in spec.dims]
+    bound |= {dim: dim for dim, new in zip(spec.dims, fresh, strict=True) if new}
+    targets = [dim if new else f"d{i}" for i, (dim, new) in enumerate(zip(spec.dims, fresh, strict=True))]
+    tests = [f"{t} != {known.get(d, d)}" for t, d, new in zip(targets, spec.dims, fresh, strict=True) if not new]
+    if len(spec.dims) == 1:
+        return [f"{targets[0]} = {name}.numel()"], [f"{name}.ndim != 1", *tests]
+    bound[dims] = f"{name}_shape"
+    return [f"{', '.join(targets)} = {name}_shape = {name}.shape"], tests
+
+
+def _product(dims: tuple[str, ...], known: Mapping[str, int]) -> str:
+    factors = [str(known.get(dim, dim)) for dim in dims]
+    return str(eval("*".join(factors))) if all(f.isdigit() for f in factors) and factors else "*".join(factors) or "1"
+
+
+def _open_conditions(op: Op, known: Mapping[str, int]) -> str:
+    """The contract's conditions that the key does not settle."""
+    open_ = [e for e in op.where if not set(_compiled(e).co_names) <= set(known)]
+    derived = [f"({name} := {expression}) is not None" for name, expression in op.derived.items() if name not in known]
+    return " and ".join([*derived, *(f"({e})" for e in open_)]) or "True"

@@ -1,0 +1,507 @@
+"""From a policy to a call: bind an op to a static key, warm it up, call it, and say what served.
+
+`bind` fixes the static key and gives a `Plan`. Calling the plan checks the contract, looks the batch up in a table and
+launches; nothing on that path reads files, logs, compiles or waits for the device. The first use of a variant loads and
+compiles it on small made-up inputs; in a CUDA-graph capture that raises `NotWarm` instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kernreg import device as devices
+from kernreg import policy as policies
+from kernreg import registry as registries
+from kernreg.check import argument_source, check_fact, check_facts, declared_values, facts_of, guard, signature_source
+from kernreg.contract import Case, ContractError, FactValue, Op, Variant, format_facts
+from kernreg.device import Device
+from kernreg.policy import Decision, Override, Policy
+from kernreg.registry import Registry
+
+log = logging.getLogger("kernreg")
+FORCE_VARIABLE = "KERNREG_FORCE"
+CHECK_VARIABLE = "KERNREG_CHECK"
+
+
+class NotWarm(RuntimeError):
+    """A variant would have to be compiled while a CUDA graph is being captured."""
+
+
+class WarmupError(RuntimeError):
+    """The variant that a policy row names cannot be compiled or run here, and the row names no fallback that can."""
+
+
+# --- overrides: one switch for bisection
+
+
+_forced: ContextVar[tuple[Override, ...]] = ContextVar("kernreg_forced", default=())
+
+
+def parse_force(text: str) -> tuple[Override, ...]:
+    """``"torch"`` or ``"gdn_ring_commit=triton.per_head,kda_chain_verify=torch"`` -> overrides.
+
+    Raises:
+        ValueError: an empty name.
+    """
+    overrides = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        op, equals, name = part.rpartition("=")
+        if not name or (equals and not op):
+            raise ValueError(f"cannot read the override {part!r}: wanted NAME or OP=NAME, as in gdn_ring_commit=triton.per_head")
+        overrides.append(Override(op or None, name))
+    return tuple(overrides)
+
+
+@lru_cache(maxsize=1)
+def _environment_overrides() -> tuple[Override, ...]:
+    return parse_force(os.environ.get(FORCE_VARIABLE, ""))
+
+
+def overrides() -> tuple[Override, ...]:
+    """What is forced here and now, the innermost `force` first, the variable KERNREG_FORCE last."""
+    return _forced.get() + _environment_overrides()
+
+
+@contextmanager
+def force(name: str | None = None, **ops: str) -> Iterator[None]:
+    """Within the block, bind and unbound calls use this backend or kernel: ``force("torch")``,
+    ``force(gdn_ring_commit="triton.per_head")``. Plans that are bound already keep their choice.
+    """
+    added = tuple(Override(op, kernel) for op, kernel in ops.items())
+    added += (Override(None, name),) if name else ()
+    for override in added:
+        if override.op is not None:
+            registries.default().op(override.op)
+    token = _forced.set(added + _forced.get())
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+# --- plans
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One variant of a plan: what to launch, and how often it was."""
+
+    decision: Decision
+    variant: Variant
+    launch: Callable[..., Any]
+    ready: bool = False
+    calls: int = 0
+    replaced: str = ""
+
+
+@dataclass(frozen=True)
+class Served:
+    """How often a variant served an op."""
+
+    op: str
+    key: str
+    variant: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Everything that a choice is a function of, besides the batch."""
+
+    op: Op
+    facts: Mapping[str, FactValue]
+    device: Device
+    policy: Policy
+    registry: Registry
+    overrides: tuple[Override, ...] = ()
+    section: str | None = None
+
+    def choose(self, batch: int) -> Decision:
+        """The decision for a batch: pure, see `kernreg.policy.choose`. An empty batch is decided like one row."""
+        return policies.choose(
+            self.policy, self.registry, self.device, self.op, self.facts, max(batch, 1), self.overrides, section=self.section
+        )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what all ranks must share: policy bytes, registry rows, overrides, a pinned section. Not the key."""
+        shared = (self.policy.digest, self.registry.digest, [(o.op, o.name) for o in self.overrides], self.section)
+        return hashlib.sha256(repr(shared).encode()).hexdigest()
+
+
+_plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+
+class Plan:
+    """A bound op: the static key is fixed, each batch has one variant. Call it as the op is called.
+
+    Attributes:
+        op, facts, device: what was bound.
+        run: the same as calling the plan, one Python call cheaper.
+        go: `run` without the contract check, for a caller that has just made it.
+    """
+
+    def __init__(self, binding: Binding, ordinal: int | None, *, debug: bool = False) -> None:
+        self.binding = binding
+        self.op = binding.op
+        self.facts = binding.facts
+        self.device = binding.device
+        self.ordinal = ordinal
+        self.table: dict[int, _Entry] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._said: set[str] = set()
+        self.guard = guard(self.op, self.facts, -1 if binding.device.platform != "cuda" else ordinal)
+        self.run = _on_its_device(_compile_run(self, debug, checked=True), ordinal)
+        self.go = _on_its_device(_compile_run(self, debug, checked=False), ordinal)
+        _plans.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    @property
+    def key(self) -> str:
+        """The static key in words."""
+        return format_facts(self.facts.items())
+
+    @property
+    def digest(self) -> str:
+        """See `Binding.digest`."""
+        return self.binding.digest
+
+    def variant(self, batch: int) -> Variant:
+        """The variant for a batch."""
+        entry = self.table.get(batch)
+        return (entry or self._miss(batch)).variant
+
+    def explain(self, batch: int = 1) -> Decision:
+        """Why this variant, and why none of the others."""
+        return self.binding.choose(batch)
+
+    def served(self) -> tuple[Served, ...]:
+        """The variants that served calls, with counts."""
+        return tuple(Served(self.op.name, self.key, e.variant.id, e.calls) for e in self._entries.values() if e.calls)
+
+    def warmup(self) -> Plan:
+        """Load and compile every variant that some batch can reach, on small made-up inputs. Call it before a capture.
+
+        Raises:
+            WarmupError: a variant cannot be compiled or run here and its row names no fallback that can.
+        """
+        for batch in policies.batches(self.binding.policy, self.op.name):
+            entry = self._miss(batch)
+            if not entry.ready:
+                self._prepare(entry)
+        return self
+
+    def _miss(self, batch: int) -> _Entry:
+        decision = self.binding.choose(batch)
+        key = decision.variant.id
+        if key not in self._entries:
+            self._entries[key] = entry = _Entry(decision, decision.variant, _unloaded)
+            entry.launch = self._first(entry)
+            self._say(decision)
+        self.table[batch] = self._entries[key]
+        return self._entries[key]
+
+    def _say(self, decision: Decision) -> None:
+        log.info("%s %s: %s serves (%s)", self.op.name, self.key, decision.variant.id, decision.source)
+        for text in decision.extrapolated:
+            if text not in self._said:
+                self._said.add(text)
+                log.warning("%s %s: %s was not measured: %s", self.op.name, self.key, decision.variant.id, text)
+
+    def _first(self, entry: _Entry) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if self.device.platform == "cuda" and _capturing():
+                raise NotWarm(
+                    f"{self.op.name}: {entry.variant.id} for {self.key} is not compiled and a CUDA graph is being "
+                    "captured; call plan.warmup() before the capture"
+                )
+            self._prepare(entry)
+            return entry.launch(*args, **kwargs)
+
+        return launch
+
+    def _prepare(self, entry: _Entry) -> None:
+        """Compile the entry's variant, or its row's fallback, by running it on made-up inputs: no caller's state is at risk."""
+        try:
+            launch = self._try(entry.variant)
+        except ContractError:
+            raise
+        except Exception as error:
+            fallback = entry.decision.fallback
+            where = f"{self.op.name}: {entry.variant.id} of {entry.decision.source} for {self.key}"
+            if fallback is None:
+                raise WarmupError(f"{where} cannot run here and the row names no fallback: {_line(error)}") from error
+            try:
+                launch = self._try(fallback)
+            except Exception as second:
+                text = f"{where} cannot run here ({_line(error)}), nor can its fallback {fallback.id}: {_line(second)}"
+                raise WarmupError(text) from second
+            log.warning("%s cannot run here, its fallback %s serves: %s", where, fallback.id, _line(error))
+            entry.replaced, entry.variant = entry.variant.id, fallback
+        entry.launch, entry.ready = launch, True
+
+    def _try(self, variant: Variant) -> Callable[..., Any]:
+        launch = launcher(self.binding.registry, variant, self.facts)
+        torch_device = "cpu" if self.device.platform != "cuda" else f"cuda:{self.ordinal or 0}"
+        inputs = self.op.samples.make_inputs(Case("warmup", self.facts, 1), device=torch_device)
+        launch(**inputs)
+        if self.device.platform == "cuda":
+            import torch
+
+            torch.cuda.synchronize(torch_device)
+        return launch
+
+    def _mismatch(self, args: Mapping[str, Any]) -> None:
+        """Called when the guard says no: raise what is wrong, or return when the key is the plan's after all."""
+        facts = facts_of(self.op, args)
+        for name, value in facts.items():
+            if value != self.facts[name] and not (name == "layout" and self.facts[name] == "any"):
+                raise ContractError(
+                    f"{self.op.name}: this call has {name}={value}, the plan was bound with {name}={self.facts[name]}"
+                )
+        self._check_device(args)
+
+    def _check_device(self, args: Mapping[str, Any]) -> None:
+        name = next(iter(self.op.tensors))
+        device = args[name].device
+        wanted = "cuda" if self.device.platform == "cuda" else "cpu"
+        if device.type != wanted or (self.ordinal is not None and wanted == "cuda" and device.index != self.ordinal):
+            number = f":{self.ordinal}" if self.ordinal is not None and wanted == "cuda" else ""
+            raise ContractError(f"{self.op.name}: {name} is on {device}, the plan was bound for {wanted}{number}")
+
+
+def _capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and bool(torch.cuda.is_current_stream_capturing())
+
+
+def _unloaded(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("launch before it was prepared")
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+def launcher(registry: Registry, variant: Variant, facts: Mapping[str, FactValue]) -> Callable[..., Any]:
+    """The variant as a callable with the op's signature: its target with config and the facts that it asks for filled in."""
+    import inspect
+    from functools import partial
+
+    target = registry.load(variant.kernel)
+    op = registry.op(variant.kernel.op)
+    extra = [name for name in inspect.signature(target).parameters if name not in op.signature.parameters]
+    config = dict(variant.config)
+    filled = {name: config[name] if name in config else facts[name] for name in extra}
+    return partial(target, **filled) if filled else target
+
+
+def _compile_run(plan: Plan, debug: bool, *, checked: bool) -> Callable[..., Any]:
+    """The hot path as one generated function: guard, table, launch."""
+    op = plan.op
+    arguments, everything = argument_source(op), _dict_source(op)
+    lines = [f"def run({signature_source(op, declared_values(op, plan.facts))}):"]
+    lines += [f"if not guard({arguments}): mismatch({everything})"] if checked else []
+    lines += [f"validate({everything})"] if debug and op.validate else []
+    lines += [
+        f"batch = {op.batch}.shape[0]",
+        "entry = table.get(batch)",
+        "if entry is None: entry = miss(batch)",
+        "entry.calls += 1",
+        f"return entry.launch({arguments})",
+    ]
+    scope = {"guard": plan.guard, "mismatch": plan._mismatch, "miss": plan._miss, "table": plan.table, "validate": op.validate}
+    return _function("run", "\n    ".join(lines), scope)
+
+
+def _function(name: str, source: str, scope: dict[str, Any]) -> Callable[..., Any]:
+    exec(compile(source, f"<{name}>", "exec"), scope)
+    function: Callable[..., Any] = scope[name]
+    return function
+
+
+def _dict_source(op: Op) -> str:
+    return f"dict({', '.join(f'{name}={name}' for name in op.signature.parameters)})"
+
+
+def _on_its_device(run: Callable[..., Any], ordinal: int | None) -> Callable[..., Any]:
+    """Launch on the plan's device, whatever the current one is; with one GPU in the machine there is nothing to do."""
+    if ordinal is None:
+        return run
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        return run
+
+    def on_device(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.current_device() == ordinal:
+            return run(*args, **kwargs)
+        with torch.cuda.device(ordinal):
+            return run(*args, **kwargs)
+
+    return on_device
+
+
+# --- binding
+
+
+def shipped_policy() -> Path:
+    """Where the dispatch.yaml that came with kernreg is: inside the wheel, or beside the package in a checkout."""
+    package = Path(__file__).parent
+    inside = package / "dispatch.yaml"
+    return inside if inside.exists() else package.parent / "dispatch.yaml"
+
+
+@lru_cache(maxsize=1)
+def default_policy() -> Policy:
+    """The dispatch.yaml that came with kernreg, read once."""
+    return policies.load(shipped_policy(), registries.default())
+
+
+def bind(
+    op: str | Op,
+    *,
+    device: Device | str | int | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    registry: Registry | None = None,
+    section: str | None = None,
+    **facts: FactValue | tuple[int, int],
+) -> Plan:
+    """Fix an op's static key and device, and choose.
+
+    Args:
+        op: the op or its name.
+        device: a `Device`; or "cuda", "cuda:1", 1, "cpu" for a device of this machine; None for the current one.
+        policy: a loaded policy or a path; None for the shipped dispatch.yaml.
+        registry: None for the installed backends.
+        section: take this section of the file's devices, whatever this machine is (one choice for a mixed group).
+        facts: the static key, e.g. ``ring=16, heads="48/16"``; facts with a default may be left out.
+
+    Raises:
+        ContractError: an unknown, missing or impossible fact.
+        PolicyError: the policy is damaged or no kernel can serve.
+    """
+    registry = registry or registries.default()
+    op = registry.op(op if isinstance(op, str) else op.name)
+    if not isinstance(policy, Policy):
+        policy = default_policy() if policy is None else policies.load(policy, registry)
+    return _bind(op, complete(op, facts), _device(device), policy, registry, section)
+
+
+def _bind(
+    op: Op,
+    facts: Mapping[str, FactValue],
+    where: tuple[Device, int | None],
+    policy: Policy,
+    registry: Registry,
+    section: str | None,
+) -> Plan:
+    check_facts(op, facts)
+    binding = Binding(op, facts, where[0], policy, registry, overrides(), section)
+    plan = Plan(binding, where[1], debug=os.environ.get(CHECK_VARIABLE, "") not in ("", "0"))
+    plan.variant(1)  # an unservable key fails here, not in the first step
+    return plan
+
+
+def complete(op: Op, facts: Mapping[str, Any]) -> dict[str, FactValue]:
+    """The whole static key with every value checked; ContractError as in `Op.complete` and `check_fact`."""
+    return {name: check_fact(op, name, value) for name, value in op.complete(facts).items()}
+
+
+def _device(device: Device | str | int | None) -> tuple[Device, int | None]:
+    if isinstance(device, Device):
+        return device, None
+    if device in ("cpu", "interpreter"):
+        return (Device.cpu() if device == "cpu" else Device.interpreter()), None
+    if isinstance(device, str) and device != "cuda":
+        kind, _, number = device.partition(":")
+        if kind != "cuda" or not number.isdigit():
+            raise ContractError(f"device is {device!r}, wanted 'cpu', 'cuda', 'cuda:N' or a Device")
+        device = int(number)
+    ordinal = device if isinstance(device, int) else _current_ordinal()
+    found = devices.current(ordinal)
+    if device is not None and found.platform != "cuda":
+        raise ContractError(f"device is {device!r}, but this machine has no such CUDA device")
+    return found, ordinal if found.platform == "cuda" else None
+
+
+def _current_ordinal() -> int:
+    import sys
+
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
+
+
+# --- calls without a plan
+
+
+@dataclass
+class _Unbound:
+    """Plans made by calls of one op without a plan: by full key, and by a quick hint at it."""
+
+    op: Op
+    plans: dict[Any, Plan] = field(default_factory=dict)
+    hints: dict[Any, Plan] = field(default_factory=dict)
+
+    def find(self, hint: Any, args: Mapping[str, Any]) -> Plan:
+        facts = facts_of(self.op, args)
+        device = next(args[n] for n in self.op.tensors).device
+        forced = overrides()
+        key = (device, forced, *facts.values())
+        if key not in self.plans:
+            where = _device(device.index if device.type == "cuda" else "cpu")
+            self.plans[key] = _bind(self.op, facts, where, default_policy(), registries.default(), None)
+        self.hints[hint] = self.plans[key]
+        return self.plans[key]
+
+
+def unbound(op: Op) -> Callable[..., Any]:
+    """A function with the op's signature that finds the plan by its arguments. Raises what `bind` and the plan raise."""
+    state = _Unbound(op)
+    arguments = argument_source(op)
+    source = f"""def {op.name}({signature_source(op, {})}):
+    hint = ({_hint_source(op)})
+    plan = hints.get(hint)
+    if plan is None or not plan.guard({arguments}):
+        plan = find(hint, {_dict_source(op)})
+    return plan.go({arguments})
+"""
+    return _function(op.name, source, {"hints": state.hints, "find": state.find, "forced": _forced.get})
+
+
+def _hint_source(op: Op) -> str:
+    """A cheap tuple that nearly always differs where the static key does; the guard catches the rest."""
+    parts = ["forced()"]
+    wanted = {w for f in op.facts.values() for w in f.source.split()[1:] if f.source.startswith(("dim ", "heads "))}
+    first = next(iter(op.tensors))
+    by_calm = sorted(op.tensors.items(), key=lambda item: bool({"B", "N", "B1"} & set(item[1].dims)))
+    for name, spec in by_calm:
+        if name not in op.optional and wanted & set(spec.dims):
+            wanted -= set(spec.dims)
+            parts += [f"{name}.shape", f"{name}.dtype"]
+    parts += [f"{first}.get_device()", f"{op.batch}.dtype"]
+    for fact in op.facts.values():
+        kind, *words = fact.source.split()
+        names = [word.partition("=")[2] for word in words] if kind == "which" else words
+        parts += [f"{n} is None" for n in names if n and kind in ("has", "which")]
+        parts += [n for n in names if kind == "arg"]
+    return ", ".join(parts) + ","
+
+
+def served() -> tuple[Served, ...]:
+    """What served, over all plans alive in this process."""
+    return tuple(line for plan in list(_plans) for line in plan.served())

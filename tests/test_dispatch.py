@@ -1,0 +1,308 @@
+"""Bind, warm up, call, explain, force: on a small registry whose kernels only note that they were called."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import kernreg
+from kernreg import Backend, ContractError, Device, Kernel, NotWarm, Registry, WarmupError, dispatch, ops, policy
+from kernreg.dispatch import Override, launcher, parse_force
+
+CALLS: list[str] = []
+H200 = Device.declared("NVIDIA H200", "sm_90", 132)
+FACTS = {"ring": 16}
+
+POLICY = """
+schema: 1
+devices:
+  nvidia-h200: {name: "NVIDIA H200", arch: "sm_90", sms: 132}
+ops:
+  gdn_ring_advance:
+    - when: {device: nvidia-h200, ring: 16}
+      class: "k1"
+      batch:
+        - {upto: 2, use: fake.small, us: 1.0, next: 1.5}
+        - {upto: 16, use: fake.large, config: {BLOCK: 4}}
+        - {upto: rest, use: fake.large, config: {BLOCK: 8}}
+    - when: {platform: cpu, ring: 32}
+      use: fake.breaks
+      fallback: {use: fake.small}
+    - when: {platform: cpu, ring: 64}
+      use: fake.breaks
+    - when: {platform: cpu, ring: 16}
+      class: "k2"
+      batch:
+        - {upto: 2, use: fake.small}
+        - {upto: 8, use: fake.large, config: {BLOCK: 4}}
+        - {upto: rest, use: fake.large, config: {BLOCK: 8}}
+    - otherwise: {use: fake.small}
+"""
+
+
+def small(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1):
+    CALLS.append("small")
+
+
+def large(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1, BLOCK, index):
+    CALLS.append(f"large {BLOCK} {index}")
+
+
+def breaks(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1):
+    CALLS.append("breaks")
+    raise RuntimeError("Internal Triton PTX codegen error\nand more")
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    module = types.ModuleType("fake_kernels")
+    module.small, module.large, module.breaks = small, large, breaks
+    monkeypatch.setitem(sys.modules, "fake_kernels", module)
+    made = Registry()
+    made.add_op(ops.gdn_ring_advance)
+    only_16 = lambda facts, device, config: None if facts["ring"] == 16 else f"serves ring 16, not {facts['ring']}"  # noqa: E731
+    block = {"config": {"BLOCK": (4, 8)}, "default": {"BLOCK": 4}}
+    rows = (
+        Kernel("gdn_ring_advance", "fake.small", "fake_kernels:small"),
+        Kernel("gdn_ring_advance", "fake.large", "fake_kernels:large", why_not=only_16, **block),
+        Kernel("gdn_ring_advance", "fake.breaks", "fake_kernels:breaks"),
+    )
+    made.add(Backend("fake", rows))
+    CALLS.clear()
+    return made
+
+
+@pytest.fixture
+def bind(registry: Registry) -> Any:
+    loaded = policy.parse(POLICY, "test.yaml")
+    return lambda **given: dispatch.bind("gdn_ring_advance", policy=loaded, registry=registry, **{"device": "cpu", **given})
+
+
+def inputs(batch: int, ring: int = 16) -> dict[str, Any]:
+    index = torch.arange(batch, dtype=torch.int32)
+    return {
+        "write_pos": torch.zeros(batch + 1, dtype=torch.int32),
+        "fold": torch.zeros(batch + 1, dtype=torch.int8),
+        "rows": index,
+        "slots": index,
+        "accept": index,
+        "ring": ring,
+    }
+
+
+def test_the_batch_picks_the_variant_and_served_counts(bind: Any) -> None:
+    plan = bind(**FACTS).warmup()
+    CALLS.clear()
+    for batch in (1, 2, 3, 8, 9, 500, 2, 0):
+        plan(**inputs(batch))
+    assert CALLS == ["small", "small", "large 4 i32", "large 4 i32", "large 8 i32", "large 8 i32", "small", "small"]
+    assert {s.variant: s.calls for s in plan.served()} == {
+        "fake.small": 4,
+        "fake.large[BLOCK=4]": 2,
+        "fake.large[BLOCK=8]": 2,
+    }
+    assert {s.variant for s in kernreg.served() if s.op == "gdn_ring_advance"} >= {"fake.small"}
+
+
+def test_arguments_may_come_by_position(bind: Any) -> None:
+    given = inputs(3)
+    ring = given.pop("ring")
+    bind(**FACTS)(*given.values(), ring=ring)
+    assert CALLS[-1] == "large 4 i32"
+
+
+def test_a_declared_fact_need_not_be_repeated_and_may_not_be_contradicted(bind: Any) -> None:
+    plan = bind(**FACTS)
+    given = inputs(1)
+    del given["ring"]
+    plan(**given)
+    with pytest.raises(ContractError, match="this call has ring=32, the plan was bound with ring=16"):
+        plan(**inputs(1, ring=32))
+
+
+def test_warmup_reaches_every_variant_of_the_table_once(bind: Any) -> None:
+    plan = bind(**FACTS).warmup().warmup()
+    assert CALLS == ["small", "large 4 i32", "large 8 i32"]
+    assert plan.served() == ()
+
+
+def test_d15_a_variant_that_cannot_be_compiled_gives_way_to_its_fallback_once(
+    bind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kernreg"):
+        plan = bind(ring=32).warmup()
+        CALLS.clear()
+        for _ in range(3):
+            plan(**inputs(2, ring=32))
+    assert CALLS == ["small"] * 3
+    text = [r.getMessage() for r in caplog.records if "fallback" in r.getMessage()]
+    assert len(text) == 1
+    assert "fake.breaks" in text[0] and "test.yaml:" in text[0] and "Internal Triton PTX codegen error" in text[0]
+    assert [s.variant for s in plan.served()] == ["fake.small"]
+    assert plan.variant(2).id == "fake.small"
+
+
+def test_d15_without_a_fallback_warmup_refuses_and_names_the_row(bind: Any) -> None:
+    plan = bind(ring=64)
+    with pytest.raises(WarmupError, match=r"fake\.breaks of test\.yaml:\d+ .*for ring=64.*PTX codegen error"):
+        plan.warmup()
+    cursors = inputs(2, ring=64)
+    before = cursors["write_pos"].clone()
+    with pytest.raises(WarmupError):
+        plan(**cursors)
+    assert torch.equal(cursors["write_pos"], before)
+
+
+def test_the_first_call_compiles_on_made_up_inputs(bind: Any) -> None:
+    bind(**FACTS)(**inputs(1))
+    assert CALLS == ["small", "small"]
+
+
+def test_d17_a_miss_during_capture_raises_and_names_the_key(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bind(**FACTS)
+    monkeypatch.setattr(plan, "device", H200)
+    monkeypatch.setattr(dispatch, "_capturing", lambda: True)
+    with pytest.raises(NotWarm, match=r"gdn_ring_advance: fake\.small for ring=16 index=i32 .*plan\.warmup\(\)"):
+        plan(**inputs(1))
+    assert CALLS == []
+    monkeypatch.setattr(plan, "device", Device.cpu())
+    plan.warmup()
+    monkeypatch.setattr(plan, "device", H200)
+    plan(**inputs(1))
+
+
+def test_explain_gives_every_kernel_a_reason(bind: Any) -> None:
+    decision = bind(device=H200, ring=16).explain(2)
+    reasons = dict(decision.considered)
+    assert decision.variant.id == "fake.small"
+    assert set(reasons) == {"fake.small", "fake.large", "fake.breaks"}
+    assert all(reasons.values())
+    assert (decision.us, decision.next, decision.margin) == (1.0, 1.5, 0.5)
+    refused = dict(bind(device=H200, ring=32).explain(2).considered)
+    assert "serves ring 16, not 32" in refused["fake.large"]
+
+
+def test_the_digest_is_of_the_policy_and_not_of_the_key(bind: Any, registry: Registry) -> None:
+    assert bind(ring=16).digest == bind(ring=32).digest == bind(device=H200, ring=16).digest
+    changed = policy.parse(POLICY.replace("upto: 8", "upto: 9"), "test.yaml")
+    other = dispatch.bind("gdn_ring_advance", policy=changed, registry=registry, device="cpu", ring=16)
+    assert other.digest != bind(ring=16).digest
+
+
+def test_force_is_scoped_part_of_the_digest_and_leaves_bound_plans_alone(bind: Any) -> None:
+    free = bind(**FACTS)
+    with kernreg.force(gdn_ring_advance="fake.large"):
+        forced = bind(**FACTS)
+        assert forced.variant(1).id == "fake.large[BLOCK=4]"
+        assert free.variant(1).id == "fake.small"
+        with kernreg.force("fake"):
+            assert dispatch.overrides()[0] == Override(None, "fake")
+    assert forced.digest != free.digest == bind(**FACTS).digest
+    assert dispatch.overrides() == ()
+
+
+def test_forcing_what_cannot_serve_raises_instead_of_serving_something_else(bind: Any) -> None:
+    with kernreg.force(gdn_ring_advance="fake.large"), pytest.raises(kernreg.PolicyError, match="serves ring 16, not 32"):
+        bind(ring=32)
+    with pytest.raises(kernreg.UnknownError, match="no op 'no_such_op'"), kernreg.force(no_such_op="torch"):
+        pass
+
+
+def test_the_variable_reads_as_force_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_force("torch") == (Override(None, "torch"),)
+    assert parse_force("gdn_ring_commit=triton.per_head, torch") == (
+        Override("gdn_ring_commit", "triton.per_head"),
+        Override(None, "torch"),
+    )
+    for bad in ("=torch", "gdn_ring_commit="):
+        with pytest.raises(ValueError, match="wanted NAME or OP=NAME"):
+            parse_force(bad)
+    dispatch._environment_overrides.cache_clear()
+    monkeypatch.setenv("KERNREG_FORCE", "torch")
+    assert dispatch.overrides() == (Override(None, "torch"),)
+    dispatch._environment_overrides.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "the static key needs ring"),
+        ({"ring": 16, "rnig": 16}, "no fact rnig in its static key"),
+        ({"ring": "16"}, "ring is '16', wanted a whole number"),
+    ],
+)
+def test_a_key_that_is_not_whole_is_refused(bind: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        bind(**given)
+
+
+def test_devices_by_name(bind: Any) -> None:
+    with pytest.raises(ContractError, match="wanted 'cpu', 'cuda', 'cuda:N' or a Device"):
+        bind(device="tpu", **FACTS)
+    if not torch.cuda.is_available():
+        with pytest.raises(ContractError, match="no such CUDA device"):
+            bind(device="cuda", **FACTS)
+
+
+def test_a_plan_for_a_gpu_refuses_cpu_tensors(bind: Any) -> None:
+    plan = bind(device=H200, **FACTS)
+    with pytest.raises(ContractError, match="write_pos is on cpu, the plan was bound for cuda"):
+        plan(**inputs(1))
+
+
+def test_debug_mode_names_the_row(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNREG_CHECK", "1")
+    plan = bind(**FACTS)
+    plan(**inputs(3))
+    bad = inputs(3)
+    bad["accept"] = torch.tensor([0, 17, 0], dtype=torch.int32)
+    with pytest.raises(ContractError, match=r"gdn_ring_advance: accept\[1\] is 17, wanted 0\.\.16"):
+        plan(**bad)
+    bad = inputs(3)
+    bad["rows"] = torch.tensor([0, 1, 1], dtype=torch.int32)
+    with pytest.raises(ContractError, match=r"rows\[2\] is 1, wanted one row for it; row 1 has it too"):
+        plan(**bad)
+
+
+# --- with the installed backends
+
+
+def commit_case() -> tuple[Any, dict[str, Any]]:
+    op = ops.gdn_ring_commit
+    return op, op.samples.make_inputs(op.samples.cases[0])
+
+
+def test_the_unbound_call_equals_the_direct_call_bit_for_bit() -> None:
+    op, given = commit_case()
+    bound, direct = op.samples.make_inputs(op.samples.cases[0]), op.samples.make_inputs(op.samples.cases[0])
+    with kernreg.force("torch"):
+        kernreg.ops.gdn_ring_commit(**given)
+        plan = kernreg.bind(op, device="cpu", **op.samples.cases[0].facts)
+        plan(**bound)
+    registry = kernreg.registry.default()
+    launcher(registry, registry.kernel(op.name, "torch.reference").variant(), op.samples.cases[0].facts)(**direct)
+    for name in op.mutates:
+        assert torch.equal(given[name], direct[name]), name
+        assert torch.equal(bound[name], direct[name]), name
+
+
+def test_unbound_calls_share_one_plan_for_one_key() -> None:
+    op = ops.gdn_ring_advance
+    before = len(kernreg.served())
+    for batch in (1, 2, 3):
+        op(**inputs(batch, ring=128))
+    lines = [s for s in kernreg.served() if s.op == op.name and "ring=128" in s.key]
+    assert [s.calls for s in lines] == [3]
+    assert len(kernreg.served()) == before + 1
+
+
+def test_an_unbound_call_that_breaks_the_contract_says_so() -> None:
+    _, given = commit_case()
+    given["slots"] = given["slots"].float()
+    with pytest.raises(ContractError, match="gdn_ring_commit: slots is f32, wanted i32 or i64"):
+        kernreg.ops.gdn_ring_commit(**given)
