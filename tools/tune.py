@@ -1,0 +1,228 @@
+"""Measure the kernels of this GPU and write what follows into dispatch.yaml.
+
+    python tools/tune.py measure    time candidates into tools/measurements/<device>.jsonl; goes on where it was stopped
+    python tools/tune.py build      dispatch.yaml from the journals; needs no GPU
+    python tools/tune.py all        both
+
+Exit status: 0 when all is done, 1 when something could not be done, 3 when --limit-seconds ended the measuring; then the same
+command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kernreg import device as devices
+from kernreg import registry as registries
+from kernreg.device import Device
+from kernreg.policy import Policy, PolicyError, lint, parse
+from kernreg.registry import Registry
+from kernreg.tuning.build import build, incumbents, write
+from kernreg.tuning.cells import GRIDS, Grid, grid, shard
+from kernreg.tuning.journal import Journal, JournalError, Result, read
+from kernreg.tuning.measure import Bench, FakeBench, GpuBench, Watch, interrupted, software
+from kernreg.tuning.tuner import Tuner, last_run, now, reference_of
+
+ROOT = Path(__file__).resolve().parent.parent
+DONE, FAILED, STOPPED = 0, 1, 3
+FAKE = Device.declared("Fake GPU", "sm_90", 132)
+
+console = Console(stderr=True, soft_wrap=True)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("measure", "build", "all"))
+    parser.add_argument("--op", action="append", choices=sorted(GRIDS), help="only this op; may be repeated")
+    parser.add_argument("--device", help="measure: refuse any other GPU; build: only this section, by its id as nvidia-h200")
+    parser.add_argument("--gpu", type=int, default=0, help="CUDA ordinal of the GPU to measure")
+    parser.add_argument("--journal", type=Path, action="append", help="journal file; build reads several (shards)")
+    parser.add_argument("--policy", type=Path, default=ROOT / "dispatch.yaml", help="the file to write")
+    parser.add_argument("--limit-seconds", type=float, help="stop after the measurement under way when so much time is gone")
+    parser.add_argument("--again", action="store_true", help="begin a new run, though the last one is complete")
+    parser.add_argument("--run", help="name of the run, a time such as 2026-11-30T10:00:00Z; shards of one run share it")
+    parser.add_argument("--shard", default="1/1", help="measure only rows 2, 5, 8, ... with 2/3: one process and GPU each")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be measured or written, and do neither")
+    parser.add_argument("--fake-timer", type=int, metavar="SEED", help="invented times on an invented GPU: for tests")
+    parser.add_argument("--fake-pause", type=float, default=0.0, metavar="SECONDS", help="how long an invented measurement takes")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None, registry: Registry | None = None) -> int:
+    args = arguments(argv)
+    args.told = list(sys.argv[1:] if argv is None else argv)
+    registry = registry or registries.default()
+    status = DONE
+    try:
+        if args.command in ("measure", "all"):
+            status = measure(args, registry)
+        if args.command in ("build", "all") and not (args.command == "all" and args.dry_run):
+            status = rebuild(args, registry) or status
+    except (JournalError, PolicyError, LookupError, ValueError) as error:
+        console.print(f"[red]{type(error).__name__}[/]: {error}", highlight=False)
+        return FAILED
+    return status
+
+
+# --- measure
+
+
+def measure(args: argparse.Namespace, registry: Registry) -> int:
+    deadline = None if args.limit_seconds is None else time.monotonic() + args.limit_seconds
+    device = FAKE if args.fake_timer is not None else devices.current(args.gpu)
+    if device.platform != "cuda":
+        raise ValueError("there is no GPU here to measure")
+    if args.device not in (None, device.id):
+        raise ValueError(f"this GPU is {device.id}, not {args.device}")
+    versions = {"timer": "fake"} if args.fake_timer is not None else software(Watch(device.uuid))
+    status = DONE
+    for op in args.op or sorted(GRIDS):
+        cells = shard(grid(registry, op), args.shard)
+        with Journal(journals(args, device.id)[0]) as journal:
+            fresh = args.run or now()
+            run = fresh if args.again or args.run else last_run(journal.results, op, device.id) or fresh
+            tuner = Tuner(
+                registry,
+                device,
+                cells,
+                journal,
+                bench_of(args, registry, device, cells),
+                run,
+                versions,
+                " ".join(["tools/tune.py", *args.told]),
+                incumbents(present(args.policy), op, device.id),
+                interrupted(deadline),
+            )
+            status = max(status, report_plan(tuner) if args.dry_run else tune(tuner))
+    return status
+
+
+def bench_of(args: argparse.Namespace, registry: Registry, device: Device, cells: Grid) -> Bench:
+    if args.fake_timer is not None:
+        return FakeBench(args.fake_timer, args.fake_pause)
+    return GpuBench(args.gpu, device.uuid, reference_of(registry, cells).name)
+
+
+def journals(args: argparse.Namespace, device: str | None) -> list[Path]:
+    folder = ROOT / "tools" / "measurements"
+    if args.journal:
+        return list(args.journal)
+    return [folder / f"{device}.jsonl"] if device else sorted(folder.glob("*.jsonl"))
+
+
+def present(policy: Path) -> Policy | None:
+    return parse(policy.read_text(encoding="utf-8"), policy) if policy.exists() else None
+
+
+def tune(tuner: Tuner) -> int:
+    began, before = time.monotonic(), len(tuner.journal.results)
+    with Show() as show:
+        tuner.show = show
+        complete = tuner.tune()
+    lines = tuner.journal.results[before:]
+    seconds = time.monotonic() - began
+    console.print(f"{tuner.grid.op.name} on {tuner.device}, run {tuner.run}: {len(lines)} results in {seconds:.0f} s")
+    report_failures(lines)
+    report_conditions(lines)
+    for text in tuner.skipped:
+        console.print(f"[red]skipped[/] {text}", highlight=False)
+    if not complete:
+        console.print("stopped before the end; the same command goes on")
+    return FAILED if tuner.skipped else DONE if complete else STOPPED
+
+
+def report_plan(tuner: Tuner) -> int:
+    anchors = [cell for cell in tuner.grid.cells if cell.anchor]
+    trials = sum(len(tuner.candidates(cell)) for cell in anchors)
+    cells = f"{len(tuner.grid.cells)} cells, {len(anchors)} of them anchors"
+    print(f"{tuner.grid.op.name} on {tuner.device}: {cells}, {trials} quick timings")
+    return DONE
+
+
+def report_failures(lines: Sequence[Result]) -> None:
+    failures = Counter((line.variant, line.step, line.reason) for line in lines if line.stage == "failed")
+    for (variant, step, reason), count in sorted(failures.items()):
+        console.print(f"out: {variant} at {step} ({count} keys or cells): {reason}", highlight=False, markup=False)
+
+
+def report_conditions(lines: Sequence[Result]) -> None:
+    throttled = Counter(reason for line in lines for reason in line.conditions.get("throttle", ()))
+    foreign = sum(1 for line in lines if line.conditions.get("foreign"))
+    for reason, count in sorted(throttled.items()):
+        console.print(f"[yellow]{count} results under throttling: {reason}[/]")
+    if foreign:
+        console.print(f"[yellow]{foreign} results beside foreign processes on the GPU[/]")
+
+
+class Show:
+    """A bar with the time left on a terminal; elsewhere a line now and then."""
+
+    EVERY = 20.0
+
+    def __init__(self) -> None:
+        text = TextColumn("{task.description}")
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self.progress = Progress(text, *columns, console=console, disable=not console.is_terminal)
+        self.tasks: dict[str, TaskID] = {}
+        self.began: dict[str, float] = {}
+        self.said = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self.tasks:
+            self.tasks[what] = self.progress.add_task(what, total=total)
+            self.began[what] = time.monotonic()
+        self.progress.update(self.tasks[what], completed=done, total=total)
+        passed = time.monotonic() - self.began[what]
+        if not console.is_terminal and (time.monotonic() - self.said > self.EVERY or done == total):
+            self.said = time.monotonic()
+            left = f", about {passed / done * (total - done):.0f} s left" if done else ""
+            console.print(f"{what}: {done} of {total} in {passed:.0f} s{left}", highlight=False)
+
+    def __enter__(self) -> Show:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+
+# --- build
+
+
+def rebuild(args: argparse.Namespace, registry: Registry) -> int:
+    device = FAKE.id if args.fake_timer is not None else args.device
+    paths = [path for path in journals(args, device) if path.exists()]
+    results = [r for r in read(*paths) if (not args.op or r.op in args.op) and device in (None, r.device["id"])]
+    if not results:
+        raise ValueError(f"no results in {', '.join(map(str, paths)) or 'any journal'}")
+    previous = args.policy.read_text(encoding="utf-8") if args.policy.exists() else None
+    text = build(results, previous=previous)
+    problems = [p for p in lint(parse(text, args.policy), registry) if p.severity == "error"]
+    sys.stdout.writelines(
+        difflib.unified_diff(
+            (previous or "").splitlines(keepends=True), text.splitlines(keepends=True), str(args.policy), "built"
+        )
+    )
+    for problem in problems:
+        console.print(f"[red]error[/] {problem}", highlight=False)
+    if problems:
+        return FAILED
+    if previous == text:
+        console.print(f"{args.policy} is up to date", highlight=False)
+    elif not args.dry_run:
+        write(args.policy, text)
+        console.print(f"wrote {args.policy}", highlight=False)
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
