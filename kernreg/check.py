@@ -58,8 +58,9 @@ def check_fact(op: Op, name: str, value: object) -> FactValue:
     wanted = {"dim": int, "has": bool, "heads": str, "dtype": str, "which": str, "index": str, "layout": str}
     numeric = kind == "arg" and not fact.values
     expected = int if numeric else wanted.get(kind, type(fact.values[0]) if fact.values else str)
-    if type(value) is not expected or (fact.values and value not in fact.values):
-        allowed = " or ".join(map(str, fact.values)) or {int: "a whole number", bool: "true or false", str: "a name"}[expected]
+    values = fact.values or (op.dtypes[fact.source.split()[1]] if kind == "dtype" else ())
+    if type(value) is not expected or (values and value not in values):
+        allowed = " or ".join(map(str, values)) or {int: "a whole number", bool: "true or false", str: "a name"}[expected]
         raise ContractError(f"{op.name}: {name} is {value!r}, wanted {allowed}")
     return value  # type: ignore[return-value]
 

@@ -101,7 +101,6 @@ class _Entry:
     launch: Callable[..., Any]
     ready: bool = False
     calls: int = 0
-    replaced: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,6 +158,7 @@ class Plan:
         self.ordinal = ordinal
         self.table: dict[int, _Entry] = {}
         self._entries: dict[str, _Entry] = {}
+        self._fallback: _Entry | None = None
         self._said: set[str] = set()
         self.guard = guard(self.op, self.facts, -1 if binding.device.platform != "cuda" else ordinal)
         self.run = _on_its_device(_compile_run(self, debug, checked=True), ordinal)
@@ -198,12 +198,13 @@ class Plan:
             WarmupError: a variant cannot be compiled or run here and its row names no fallback that can.
         """
         for batch in policies.batches(self.binding.policy, self.op.name):
-            entry = self._miss(batch)
-            if not entry.ready:
-                self._prepare(entry)
+            self._miss(batch)
+        self._prepare([entry for entry in self._entries.values() if not entry.ready])
         return self
 
     def _miss(self, batch: int) -> _Entry:
+        if self._fallback is not None:
+            return self.table.setdefault(batch, self._fallback)
         decision = self.binding.choose(batch)
         key = decision.variant.id
         if key not in self._entries:
@@ -227,30 +228,49 @@ class Plan:
                     f"{self.op.name}: {entry.variant.id} for {self.key} is not compiled and a CUDA graph is being "
                     "captured; call plan.warmup() before the capture"
                 )
-            self._prepare(entry)
-            return entry.launch(*args, **kwargs)
+            if entry.decision.fallback:
+                self.warmup()  # a fallback replaces every variant of the row, so all of them are tried before one serves
+            else:
+                self._prepare([entry])
+            if self._fallback is None:
+                return entry.launch(*args, **kwargs)
+            self._fallback.calls += 1
+            return self._fallback.launch(*args, **kwargs)
 
         return launch
 
-    def _prepare(self, entry: _Entry) -> None:
-        """Compile the entry's variant, or its row's fallback, by running it on made-up inputs: no caller's state is at risk."""
-        try:
-            launch = self._try(entry.variant)
-        except ContractError:
-            raise
-        except Exception as error:
-            fallback = entry.decision.fallback
-            where = f"{self.op.name}: {entry.variant.id} of {entry.decision.source} for {self.key}"
-            if fallback is None:
-                raise WarmupError(f"{where} cannot run here and the row names no fallback: {_line(error)}") from error
+    def _prepare(self, entries: list[_Entry]) -> None:
+        """Compile variants by running them on made-up inputs: no caller's state is at risk.
+
+        If one cannot run, all batches go to the row's fallback, since another class for some of them would let a batch
+        change bits. The static key alone picks the row, so a plan's entries are all of one.
+        """
+        launches = []
+        for entry in entries:
             try:
-                launch = self._try(fallback)
-            except Exception as second:
-                text = f"{where} cannot run here ({_line(error)}), nor can its fallback {fallback.id}: {_line(second)}"
-                raise WarmupError(text) from second
-            log.warning("%s cannot run here, its fallback %s serves: %s", where, fallback.id, _line(error))
-            entry.replaced, entry.variant = entry.variant.id, fallback
-        entry.launch, entry.ready = launch, True
+                launches.append(self._try(entry.variant))
+            except ContractError:
+                raise
+            except Exception as error:
+                self._fall_back(entry, error)
+                return
+        for entry, launch in zip(entries, launches, strict=True):
+            entry.launch, entry.ready = launch, True
+
+    def _fall_back(self, failed: _Entry, error: Exception) -> None:
+        fallback = failed.decision.fallback
+        where = f"{self.op.name}: {failed.variant.id} of {failed.decision.source} for {self.key}"
+        if fallback is None:
+            raise WarmupError(f"{where} cannot run here and the row names no fallback: {_line(error)}") from error
+        try:
+            launch = self._try(fallback)
+        except Exception as second:
+            text = f"{where} cannot run here ({_line(error)}), nor can its fallback {fallback.id}: {_line(second)}"
+            raise WarmupError(text) from second
+        log.warning("%s cannot run here, its fallback %s serves: %s", where, fallback.id, _line(error))
+        self._entries = {fallback.id: _Entry(failed.decision, fallback, launch, ready=True)}
+        self._fallback = self._entries[fallback.id]
+        self.table.clear()
 
     def _try(self, variant: Variant) -> Callable[..., Any]:
         launch = launcher(self.binding.registry, variant, self.facts)

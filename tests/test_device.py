@@ -251,7 +251,8 @@ class TestVisibleDevices:
 
     def test_a_gpu_that_may_not_be_opened_makes_numbers_uncertain(self) -> None:
         runtime = Runtime(False, lambda env: (seen("h", H200),))
-        assert all_of(PCI, FakeNVML(None, hopper()), runtime) == [HOPPER]
+        env = PCI | {"CUDA_VISIBLE_DEVICES": "1"}
+        assert all_of(env, FakeNVML(None, hopper(), blackwell()), runtime) == [HOPPER]
 
     def test_a_gpu_named_twice_is_said(self, said: Any) -> None:
         assert resolve(0, {"CUDA_VISIBLE_DEVICES": "0,0"}, FakeNVML(hopper()), QUIET) == Device.cpu()

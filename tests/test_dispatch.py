@@ -35,6 +35,12 @@ ops:
       fallback: {use: fake.small}
     - when: {platform: cpu, ring: 64}
       use: fake.breaks
+    - when: {platform: cpu, ring: 128}
+      class: "k3"
+      batch:
+        - {upto: 4, use: fake.small}
+        - {upto: rest, use: fake.breaks}
+      fallback: {use: fake.other}
     - when: {platform: cpu, ring: 16}
       class: "k2"
       batch:
@@ -53,6 +59,10 @@ def large(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=
     CALLS.append(f"large {BLOCK} {index}")
 
 
+def other(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1):
+    CALLS.append("other")
+
+
 def breaks(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1):
     CALLS.append("breaks")
     raise RuntimeError("Internal Triton PTX codegen error\nand more")
@@ -61,7 +71,7 @@ def breaks(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     module = types.ModuleType("fake_kernels")
-    module.small, module.large, module.breaks = small, large, breaks
+    module.small, module.large, module.breaks, module.other = small, large, breaks, other
     monkeypatch.setitem(sys.modules, "fake_kernels", module)
     made = Registry()
     made.add_op(ops.gdn_ring_advance)
@@ -71,6 +81,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
         Kernel("gdn_ring_advance", "fake.small", "fake_kernels:small"),
         Kernel("gdn_ring_advance", "fake.large", "fake_kernels:large", why_not=only_16, **block),
         Kernel("gdn_ring_advance", "fake.breaks", "fake_kernels:breaks"),
+        Kernel("gdn_ring_advance", "fake.other", "fake_kernels:other"),
     )
     made.add(Backend("fake", rows))
     CALLS.clear()
@@ -147,6 +158,19 @@ def test_d15_a_variant_that_cannot_be_compiled_gives_way_to_its_fallback_once(
     assert plan.variant(2).id == "fake.small"
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_d15_a_fallback_serves_every_batch_of_its_row(bind: Any, warm: bool) -> None:
+    """The variant that would serve small batches is fine, but of another class than the fallback."""
+    plan = bind(ring=128)
+    if warm:
+        plan.warmup()
+    for batch in (2, 8, 2):
+        CALLS.clear()
+        plan(**inputs(batch, ring=128))
+        assert CALLS[-1] == "other"
+    assert {s.variant for s in plan.served()} == {"fake.other"}
+
+
 def test_d15_without_a_fallback_warmup_refuses_and_names_the_row(bind: Any) -> None:
     plan = bind(ring=64)
     with pytest.raises(WarmupError, match=r"fake\.breaks of test\.yaml:\d+ .*for ring=64.*PTX codegen error"):
@@ -180,7 +204,7 @@ def test_explain_gives_every_kernel_a_reason(bind: Any) -> None:
     decision = bind(device=H200, ring=16).explain(2)
     reasons = dict(decision.considered)
     assert decision.variant.id == "fake.small"
-    assert set(reasons) == {"fake.small", "fake.large", "fake.breaks"}
+    assert set(reasons) == {"fake.small", "fake.large", "fake.breaks", "fake.other"}
     assert all(reasons.values())
     assert (decision.us, decision.next, decision.margin) == (1.0, 1.5, 0.5)
     refused = dict(bind(device=H200, ring=32).explain(2).considered)

@@ -427,6 +427,11 @@ def test_a_decision_carries_the_rows_numbers() -> None:
     assert (first.level, first.section) == ("exact product", "nvidia-h200")
 
 
+def test_a_row_that_names_no_device_is_served_by_no_section() -> None:
+    decision = decide(ring=64)
+    assert (decision.variant.id, decision.level, decision.section) == ("slow.reference", "any device", None)
+
+
 def test_every_kernel_of_the_op_has_a_reason() -> None:
     considered = dict(decide(batch=3).considered)
     assert considered == {
@@ -601,6 +606,7 @@ def test_sections_of_one_level_are_taken_in_the_order_of_the_file() -> None:
     fit = resolve(policy.devices.values(), Device.declared("NVIDIA H100 NVL", "sm_90", 114))
     assert fit is not None and (fit[0].id, fit[1]) == ("h200", "same arch")
     assert resolve(policy.devices.values(), Device.cpu()) is None
+    assert resolve(policy.devices.values(), Device("interpreter", "NVIDIA H200", (9, 0), 132)) is None
 
 
 def test_a_section_is_looked_for_among_those_that_the_ops_rows_name() -> None:

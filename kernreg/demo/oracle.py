@@ -54,7 +54,9 @@ class Worst:
 
     @property
     def ratio(self) -> float:
-        return self.error / self.allowed if self.allowed else (math.inf if self.error else 0.0)
+        if self.error == 0:
+            return 0.0
+        return self.error / self.allowed if 0 < self.allowed < math.inf else math.inf  # NaN is not allowed either
 
     @property
     def ok(self) -> bool:
@@ -75,7 +77,8 @@ class Tally:
 
     def close(self, layer: str, what: str, got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor) -> None:
         """|got - wanted| <= allowed, elementwise; what is not finite is infinitely wrong."""
-        error = (got.double() - wanted).abs().nan_to_num(nan=math.inf)
+        error = (got.double() - wanted).abs()
+        error = torch.where(error.isfinite(), error, math.inf)
         allowed = allowed.expand_as(error)
         worst = torch.where(error == 0, 0.0, error / allowed).argmax()
         self._note(layer, what, float(error.flatten()[worst]), float(allowed.flatten()[worst]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -17,14 +18,14 @@ from kernreg.dispatch import Plan
 
 @dataclass(frozen=True)
 class ServedLine:
-    """Which variant served an op's static key, how often, at which batches, and why it."""
+    """Which variant served an op's static key, how often, at which batches, and why it and no other."""
 
     op: str
     key: str
     variant: str
     calls: int
     batches: tuple[int, ...]
-    why: str
+    why: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def served_lines(stack: Stack, batches: Sequence[int]) -> tuple[ServedLine, ...]
             for served in plan.served():
                 name = (served.op, _key(plan), served.variant)
                 at = tuple(batch for batch in batches if plan.variant(batch).id == served.variant)
-                why = _why(plan, at[0], served.variant) + ("; only for the check" if plan in group.probes else "")
+                why = (*_why(plan, at, served.variant), *(["called by the check only"] if plan in group.probes else []))
                 calls = served.calls + (lines[name].calls if name in lines else 0)
                 lines[name] = ServedLine(*name, calls, at, why)
     return tuple(lines[name] for name in sorted(lines))
@@ -126,11 +127,18 @@ def _key(plan: Plan) -> str:
     return format_facts((name, value) for name, value in plan.facts.items() if value != plan.op.facts[name].default)
 
 
-def _why(plan: Plan, batch: int, variant: str) -> str:
-    decision = plan.explain(batch)
-    source = decision.source if decision.variant.id == variant else f"fallback of {decision.source}"
-    others = [f"{name}: {why}" for name, why in decision.considered if name != decision.variant.kernel.name]
-    return "; ".join([source, *(f"not measured: {text}" for text in decision.extrapolated), *others])
+def _why(plan: Plan, batches: Sequence[int], variant: str) -> Iterator[str]:
+    """The row, what of it was not measured, and why no other kernel served."""
+    decisions = [plan.explain(batch) for batch in batches]
+    first = decisions[0]
+    source = f"{Path(first.row.place.file).name}:{first.row.place.line}, {first.row.when_text}" if first.row else first.source
+    yield source if first.variant.id == variant else f"fallback of {source}"
+    yield from dict.fromkeys(f"not measured: {text}" for decision in decisions for text in decision.extrapolated)
+    others: dict[str, list[str]] = {}
+    for name, reason in first.considered:
+        if name != variant.partition("[")[0]:
+            others.setdefault(reason, []).append(name)
+    yield from (f"{', '.join(names)}: {reason}" for reason, names in others.items())
 
 
 def _head(report: Report) -> RenderableType:
@@ -151,7 +159,7 @@ def _head(report: Report) -> RenderableType:
 def _served_table(report: Report) -> RenderableType:
     drawn = render.table("op", "static key", "served by", "calls", "why")
     for line in report.served:
-        drawn.add_row(line.op, line.key, line.variant, str(line.calls), line.why)
+        drawn.add_row(line.op, line.key, line.variant, str(line.calls), "\n".join(line.why))
     return drawn
 
 

@@ -155,13 +155,8 @@ class Random:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def garbage(count: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Memory that must not be read: NaN, or a wild number where integers are."""
-    return torch.full((count,), math.nan if dtype.is_floating_point else 77, dtype=dtype, device=device)
-
-
 def pool(values: torch.Tensor, free: int, kind: str = "packed", aligned: bool = True) -> torch.Tensor:
-    """The same values as a view whose `free` leading dims have the strides of an engine's pool; garbage lies in the gaps.
+    """The same values as a view whose `free` leading dims have the strides of an engine's pool; NaN lies in the gaps.
 
     kind: "packed"; "padded" (a gap behind every block); "alternate" (every other block of the last free dim); "layer_inner"
         (the first free dim varies fastest). With `aligned` false, address and pitches are odd numbers of elements.
@@ -183,7 +178,7 @@ def pool(values: torch.Tensor, free: int, kind: str = "packed", aligned: bool = 
         pitch = strides[dim] * values.shape[dim]
         pitch += 0 if aligned else 1 - pitch % 2
     packed = [math.prod(inner[d + 1 :]) for d in range(len(inner))]
-    buffer = garbage(pitch + offset, values.dtype, values.device)
+    buffer = values.new_full((pitch + offset,), math.nan)
     view = buffer.as_strided(values.shape, (*strides, *packed), offset)
     view.copy_(values)
     return view
@@ -211,17 +206,13 @@ class Indices:
         return index(values, dtype_of(next(self._dtypes)), self.device, self.strided)
 
 
-def per_row(value: Any, count: int, mixed: Callable[[int], Sequence[int]]) -> list[int]:
-    """An option that is one number for all rows, a sequence (repeated to fit), or "mixed": `mixed(count)`."""
-    if value == "mixed":
-        return list(mixed(count))
-    if isinstance(value, int):
-        return [value] * count
-    return list(itertools.islice(itertools.cycle(value), count))
+THIRD_OFF = (1, 1, 0)
 
 
-def every_third_off(count: int) -> list[int]:
-    return [int(i % 3 != 2) for i in range(count)]
+def per_row(value: Any, count: int, mixed: Sequence[int]) -> list[int]:
+    """An option for `count` rows: one number for all, a sequence repeated to fit, or "mixed": the sequence `mixed`."""
+    values = mixed if value == "mixed" else (value,) if isinstance(value, int) else value
+    return list(itertools.islice(itertools.cycle(values), count))
 
 
 class CommitRows:
@@ -238,10 +229,10 @@ class CommitRows:
         self.pool_slots = slots or first + batch * (2 if track else 1) + 1
         free = [first + slot for slot in random.permutation("slots", self.pool_slots - first)]
         self.slots, self.track_slots = free[:batch], free[batch : 2 * batch]
-        wanted = per_row(o.accept, batch, lambda count: list(itertools.islice(itertools.cycle(accept), count)))
+        wanted = per_row(o.accept, batch, accept)
         self.accept = [min(a, limit) for a, limit in zip(wanted, limits, strict=True)]
         # a row that accepted nothing has no step to track; among the others both the first and the last step occur
-        tracked = per_row(o.track, batch, every_third_off)
+        tracked = per_row(o.track, batch, THIRD_OFF)
         self.track_step = [(0 if i % 2 else n - 1) if n and tracked[i] else -1 for i, n in enumerate(self.accept)]
         self._limits = limits
         for row in o.padding:
