@@ -1,7 +1,7 @@
-"""The contract of an op held against the arguments of a call: a slow path that explains, a generated one that is quick.
+"""The contract of an op held against the arguments of a call, and the static key that they make.
 
-`facts_of` reads every dim and dtype and raises with op, argument, what came and what was wanted. `guard_source` writes the
-same conditions as straight-line code for one static key; where it says no, `facts_of` finds out why.
+`facts_of` reads every dim and dtype and raises with op, argument, what came and what was wanted. The hot path asks
+`kernreg.guard` first, which says the same in less time but not why.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_facts(op: Op, facts: Mapping[str, FactValue]) -> None:
     """The conditions of the contract that the static key alone settles; ContractError names the first that fails."""
     known = {**known_dims(op, facts), **declared_values(op, facts)}
     for expression in op.where:
-        if set(_compiled(expression).co_names) <= set(known) and not _holds(expression, known):
+        if expression_names(expression) <= set(known) and not _holds(expression, known):
             raise ContractError(f"{op.name}: {_values(expression, known)}; wanted {expression}")
 
 
@@ -199,6 +199,11 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "<contract>", "eval")
 
 
+def expression_names(expression: str) -> set[str]:
+    """The dims and arguments that a condition of a contract speaks of."""
+    return set(_compiled(expression).co_names)
+
+
 def _holds(expression: str, scope: Mapping[str, Any]) -> bool:
     # dims of an absent tensor are not in scope: such an expression guards itself, as "ring_k is None or L >= T"
     return bool(eval(_compiled(expression), {"__builtins__": {}}, dict(scope)))
@@ -243,138 +248,6 @@ def known_dims(op: Op, facts: Mapping[str, FactValue]) -> dict[str, int]:
     return dims
 
 
-def guard(op: Op, facts: Mapping[str, FactValue], ordinal: int | None) -> Callable[..., bool]:
-    """A function of the op's arguments: True only if they keep the contract and have exactly this static key.
-
-    It reads no tensor data. False means "ask `facts_of`": strides of dims of size 1 may be anything, and are not looked at here.
-
-    Args:
-        ordinal: number of the CUDA device that all tensors must be on (-1 for the CPU), None for any one CUDA device.
-    """
-    source = guard_source(op, facts, ordinal)
-    scope: dict[str, Any] = {}
-    if "_torch" in source:
-        import torch
-
-        scope["_torch"] = torch
-    exec(compile(source, f"<guard of {op.name}>", "exec"), scope)
-    function: Callable[..., bool] = scope["guard"]
-    return function
-
-
-def guard_source(op: Op, facts: Mapping[str, FactValue], ordinal: int | None) -> str:
-    """Source of `guard`: one tensor after the other, sizes that the key fixes as literals."""
-    known, given = known_dims(op, facts), _presence(op, facts)
-    dtypes = _dtype_names(op, facts, given)
-    body = [f"if {name} is {'None' if present else 'not None'}: return False" for name, present in given.items()]
-    body += [f"if {name} != {value!r}: return False" for name, value in declared_values(op, facts).items()]
-    first = next(iter(op.tensors))
-    body += [f"device = {f'{first}.get_device()' if ordinal is None else ordinal}", "bits = 0"]
-    body += ["if device < 0: return False"] if ordinal is None else []
-    elsewhere = "not {}.is_cpu" if ordinal == -1 else "{}.get_device() != device"
-    bound: dict[str, str] = {}
-    aligned = facts.get("layout") == "aligned"
-    for name, spec in op.tensors.items():
-        if given.get(name, True):
-            lines = _tensor_guard(name, spec, known, bound, f"{name}.dtype {dtypes[name]} or {elsewhere.format(name)}", aligned)
-            surely = name in given or name not in op.optional
-            body += lines if surely else [f"if {name} is not None:", *("    " + line for line in lines)]
-    body.append(f"if bits & 15 or not ({_open_conditions(op, known)}): return False")
-    inner = "\n".join("        " + line for line in [*(f"{dim} = {size}" for dim, size in known.items()), *body])
-    header = f"def guard({signature_source(op, {})}):\n    try:\n"
-    return f"{header}{inner}\n    except (AttributeError, TypeError, ValueError, NameError): return False\n    return True\n"
-
-
-def _presence(op: Op, facts: Mapping[str, FactValue]) -> dict[str, bool]:
-    """Which optional arguments the key says are given, or not."""
-    given: dict[str, bool] = {}
-    for name, fact in op.facts.items():
-        kind, *words = fact.source.split()
-        if kind == "has":
-            given[words[0]] = bool(facts[name])
-        elif kind == "which":
-            for value, _, argument in (word.partition("=") for word in words):
-                if argument:
-                    given[argument] = value == facts[name]
-                if value == facts[name]:
-                    break
-    for names in op.together:
-        for name in names:
-            given |= {other: given[name] for other in names if name in given}
-    return given
-
-
-def _dtype_names(op: Op, facts: Mapping[str, FactValue], given: Mapping[str, bool]) -> dict[str, str]:
-    """For each tensor the source of a test on its dtype; a group that the key does not name must agree among itself."""
-    named = {n: fact.source.split()[1] for n, fact in op.facts.items() if fact.source.startswith("dtype ")}
-    fixed = {group: f"_torch.{DTYPES[str(facts[n])]}" for n, group in named.items()}
-    index = str(facts.get("index", "")).split("+")
-    tests: dict[str, str] = {}
-    leaders: dict[str, str] = {}
-    for name, spec in op.tensors.items():
-        if not given.get(name, True):
-            continue
-        if spec.dtype == "index":
-            want = index[0] if len(index) == 1 else index.pop(0)
-            tests[name] = f"is not _torch.{DTYPES[want]}"
-        elif spec.dtype in fixed:
-            tests[name] = f"is not {fixed[spec.dtype]}"
-        elif spec.dtype in leaders:
-            tests[name] = f"is not {leaders[spec.dtype]}.dtype"
-        else:
-            leaders[spec.dtype] = name
-            tests[name] = f"not in ({', '.join(f'_torch.{DTYPES[d]}' for d in op.dtypes[spec.dtype])},)"
-    return tests
-
-
 def declared_values(op: Op, facts: Mapping[str, FactValue]) -> dict[str, FactValue]:
     """Arguments that are facts themselves, with the value the key has for them."""
     return {fact.source.split()[1]: facts[name] for name, fact in op.facts.items() if fact.source.startswith("arg ")}
-
-
-def _tensor_guard(
-    name: str, spec: Tensor, known: Mapping[str, int], bound: dict[str, str], identity: str, aligned: bool
-) -> list[str]:
-    """Statements for one tensor; `bound` has a name for every dim and every list of dims met so far, and gains this one's."""
-    lines, tests = _shape_guard(name, spec, known, bound)
-    tests.append(identity)
-    free = len(spec.dims) - spec.dense
-    if free == 0:
-        tests.append(f"not {name}.is_contiguous()")
-    elif spec.dense or (aligned and spec.align):
-        lines.append(f"s = {name}.stride()")
-        tests += [f"s[{i}] != {_product(spec.dims[i + 1 :], known)}" for i in range(free, len(spec.dims))]
-    if aligned and spec.align:
-        tests += [f"s[{i}] != 1" for i in range(free) if spec.dims[i] == spec.unit]
-        strides = [f"s[{i}]" for i in range(free) if spec.dims[i] != spec.unit]
-        lines.append(f"bits |= {name}.data_ptr()" + (f" | ({' | '.join(strides)}) * {name}.itemsize" if strides else ""))
-    return [*lines, f"if {' or '.join(tests)}: return False"]
-
-
-def _shape_guard(
-    name: str, spec: Tensor, known: Mapping[str, int], bound: dict[str, str]
-) -> tuple[list[str], list[str]]:
-    # reading a tensor's shape is the dearest step: a vector's length is cheaper, and equal dims are compared as a whole
-    dims = " ".join(spec.dims)
-    if dims in bound and len(spec.dims) > 1:
-        return [], [f"{name}.shape != {bound[dims]}"]
-    fresh = [not dim.isdigit() and dim not in known and dim not in bound for dim in spec.dims]
-    bound |= {dim: dim for dim, new in zip(spec.dims, fresh, strict=True) if new}
-    targets = [dim if new else f"d{i}" for i, (dim, new) in enumerate(zip(spec.dims, fresh, strict=True))]
-    tests = [f"{t} != {known.get(d, d)}" for t, d, new in zip(targets, spec.dims, fresh, strict=True) if not new]
-    if len(spec.dims) == 1:
-        return [f"{targets[0]} = {name}.numel()"], [f"{name}.ndim != 1", *tests]
-    bound[dims] = f"{name}_shape"
-    return [f"{', '.join(targets)} = {name}_shape = {name}.shape"], tests
-
-
-def _product(dims: tuple[str, ...], known: Mapping[str, int]) -> str:
-    factors = [str(known.get(dim, dim)) for dim in dims]
-    return str(eval("*".join(factors))) if all(f.isdigit() for f in factors) and factors else "*".join(factors) or "1"
-
-
-def _open_conditions(op: Op, known: Mapping[str, int]) -> str:
-    """The contract's conditions that the key does not settle."""
-    open_ = [e for e in op.where if not set(_compiled(e).co_names) <= set(known)]
-    derived = [f"({name} := {expression}) is not None" for name, expression in op.derived.items() if name not in known]
-    return " and ".join([*derived, *(f"({e})" for e in open_)]) or "True"

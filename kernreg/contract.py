@@ -194,7 +194,8 @@ class Op:
             ContractError: a fact that the op does not have, or one without default that is not given.
         """
         if unknown := sorted(set(facts) - set(self.facts)):
-            raise ContractError(f"{self.name}: no fact {', '.join(unknown)} in its static key (there are {', '.join(self.facts)})")
+            known = ', '.join(self.facts)
+            raise ContractError(f"{self.name}: no fact {', '.join(unknown)} in its static key (there are {known})")
         key: dict[str, FactValue] = {}
         for name, fact in self.facts.items():
             value = facts.get(name, fact.default)

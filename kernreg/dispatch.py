@@ -22,9 +22,10 @@ from typing import Any
 from kernreg import device as devices
 from kernreg import policy as policies
 from kernreg import registry as registries
-from kernreg.check import argument_source, check_fact, check_facts, declared_values, facts_of, guard, signature_source
+from kernreg.check import argument_source, check_fact, check_facts, declared_values, facts_of, signature_source
 from kernreg.contract import Case, ContractError, FactValue, Op, Variant, format_facts
 from kernreg.device import Device
+from kernreg.guard import guard
 from kernreg.policy import Decision, Override, Policy
 from kernreg.registry import Registry
 

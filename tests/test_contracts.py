@@ -10,8 +10,9 @@ import pytest
 
 import kernreg
 from kernreg import registry
-from kernreg.check import check_fact, guard_source
+from kernreg.check import check_fact
 from kernreg.contract import Kernel, Op
+from kernreg.guard import guard_source
 
 REGISTRY = registry.default()
 OPS = [REGISTRY.op(name) for name in sorted(REGISTRY.ops)]

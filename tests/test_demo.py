@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernreg_torch import _shared
 from rich.console import Console
 
 from kernreg import ContractError, demo, registry
 from kernreg.demo import DemoOptions, Report
 from kernreg.demo.oracle import Tally
+from kernreg_torch import _shared
 
 SHORT = 6
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernreg_torch.gdn_ring_commit import gdn_ring_commit
-from kernreg_torch.gdn_ring_verify import gdn_ring_verify
-from kernreg_torch.kda_chain_verify import kda_chain_verify
-from kernreg_torch.kda_ring_commit import kda_ring_commit
 from torch.nn import functional
 
 from kernreg.contract import Case
 from kernreg.ops import gdn_samples, kda_samples
+from kernreg_torch.gdn_ring_commit import gdn_ring_commit
+from kernreg_torch.gdn_ring_verify import gdn_ring_verify
+from kernreg_torch.kda_chain_verify import kda_chain_verify
+from kernreg_torch.kda_ring_commit import kda_ring_commit
 
 TOLERANCE = 2e-6  # both sum 64 products in fp32, of values around 1
 HEADS = ["2/2", "6/2", "16/1"]

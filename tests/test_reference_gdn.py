@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernreg_torch.gdn_ring_advance import gdn_ring_advance
-from kernreg_torch.gdn_ring_commit import gdn_ring_commit
-from kernreg_torch.gdn_ring_verify import gdn_ring_verify
 
 from kernreg.contract import Case, Check
 from kernreg.ops import _inputs, gdn_samples
 from kernreg.ops._inputs import copy_inputs, with_dtypes
+from kernreg_torch.gdn_ring_advance import gdn_ring_advance
+from kernreg_torch.gdn_ring_commit import gdn_ring_commit
+from kernreg_torch.gdn_ring_verify import gdn_ring_verify
 
 Inputs = dict[str, Any]
 DOUBLE = {"state": "f64", "ring_dtype": "f64", "low": False}

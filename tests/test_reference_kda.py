@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernreg_torch.conv_window_commit import conv_window_commit
-from kernreg_torch.kda_chain_verify import kda_chain_verify
-from kernreg_torch.kda_ring_commit import kda_ring_commit
-from kernreg_torch.kda_snapshot_commit import kda_snapshot_commit
 
 from kernreg.contract import Case, Check
 from kernreg.ops import _inputs, kda_samples
 from kernreg.ops._inputs import copy_inputs
+from kernreg_torch.conv_window_commit import conv_window_commit
+from kernreg_torch.kda_chain_verify import kda_chain_verify
+from kernreg_torch.kda_ring_commit import kda_ring_commit
+from kernreg_torch.kda_snapshot_commit import kda_snapshot_commit
 
 Inputs = dict[str, Any]
 RING = ("ring_k", "ring_v", "ring_g", "ring_beta")

@@ -522,6 +522,7 @@ def _planted(kind: str) -> Callable[..., None]:
 
     def run(state: Any, *args: Any, **kwargs: Any) -> None:
         import torch
+
         from kernreg_torch.gdn_ring_commit import gdn_ring_commit
 
         names = list(OP.signature.parameters)[1:]
