@@ -1,0 +1,84 @@
+"""What the Triton kernels can serve, as pure predicates; imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernreg.contract import Config, Facts
+
+if TYPE_CHECKING:
+    from kernreg.device import Device
+
+
+def where(facts: Facts, device: Device) -> str | None:
+    """Reasons that hold for every Triton kernel here: the device, float64, bf16 in the interpreter."""
+    dtypes = {name: value for name, value in facts.items() if value in ("bf16", "f64")}
+    doubles = [name for name, value in dtypes.items() if value == "f64"]
+    halves = [name for name, value in dtypes.items() if value == "bf16"]
+    if device.platform == "cpu":
+        return "Triton needs a GPU; this device is the CPU"
+    if device.platform == "cuda" and device.arch is not None and device.arch < (8, 0):
+        return f"needs sm_80 or newer, this is {device.arch_name}"
+    if doubles:
+        return f"serves no float64, got {' '.join(f'{name}=f64' for name in doubles)}"
+    if device.platform == "interpreter" and halves:
+        return f"Triton's interpreter has no bf16 arithmetic, got {' '.join(f'{name}=bf16' for name in halves)}"
+    return None
+
+
+def keys(facts: Facts) -> str | None:
+    """Key dims are a power of two, so that a row of the state is one block."""
+    k = facts["k_dim"]
+    if not isinstance(k, int) or k & (k - 1) or not 16 <= k <= 256:
+        return f"k_dim is a power of two from 16 to 256, got {k}"
+    return None
+
+
+def gdn_ring_commit(facts: Facts, device: Device, config: Config) -> str | None:
+    return where(facts, device) or keys(facts)
+
+
+def whole_ring(facts: Facts, device: Device, config: Config) -> str | None:
+    """The whole ring is one product, held in registers and shared memory."""
+    if isinstance(facts["ring"], int) and facts["ring"] > 128:
+        return f"holds a ring of up to 128 records at once, got {facts['ring']}"
+    return gdn_ring_commit(facts, device, config)
+
+
+# (columns a tile, tiles a program, pipeline stages, registers): one tile for few rows, many for full chips
+_VERIFY_SHAPES = (
+    *((16, 1, 1, 168), (32, 1, 1, 168)),
+    *((32, 2, 1, 168), (32, 2, 3, 168), (16, 4, 3, 128)),
+    *((32, 4, 1, 128), (32, 4, 1, 168), (32, 4, 3, 128), (32, 4, 3, 168)),
+    *((16, 8, 3, 128), (16, 8, 3, 168)),
+)
+
+
+def gdn_ring_verify(facts: Facts, device: Device, config: Config) -> str | None:
+    columns, tiles, draft = config["BV"], config["tiles"], facts["draft"]
+    if isinstance(draft, int) and draft > 16:
+        return f"serves windows of up to 16 tokens, got draft={draft}"
+    if (columns, tiles, config["stages"], config["registers"]) not in _VERIFY_SHAPES:
+        return "not one of the combinations of BV, tiles, stages and registers that are built"
+    if isinstance(columns, int) and isinstance(tiles, int) and (tiles - 1) * columns >= int(facts["v_dim"]):
+        return f"{tiles} tiles of {columns} columns are more than v_dim={facts['v_dim']} has"
+    return where(facts, device) or keys(facts)
+
+
+def gdn_ring_advance(facts: Facts, device: Device, config: Config) -> str | None:
+    return where(facts, device)
+
+
+def kda(facts: Facts, device: Device, config: Config) -> str | None:
+    return where(facts, device) or keys(facts)
+
+
+def kda_fused(facts: Facts, device: Device, config: Config) -> str | None:
+    if facts["window"] != "chain":
+        return f"serves windows of exactly T tokens in a chain, got window={facts['window']}"
+    return kda(facts, device, config)
+
+
+def kda_copy(facts: Facts, device: Device, config: Config) -> str | None:
+    """A copy does no arithmetic: any dtype will do."""
+    return where({}, device)
