@@ -1,23 +1,20 @@
-"""Triton kernels of `kernreg.ops.gdn_ring_verify`: all tokens of a window at once, by the chunked delta rule.
+"""Triton kernel of `kernreg.ops.gdn_ring_verify`: all tokens of a window at once, by the chunked delta rule.
 
-With S the checkpoint, H the log decay of the whole history, h_j that behind record j, and P_t the window's up to token t, the
-state before the window's own updates decays to
+With S the checkpoint, H the log decay of the whole history, h_j of the records behind record j and P_t of the window's tokens
+up to t, what the window's own updates leave alone decays to
 
-    S_0 exp(P_t) = exp(P_t) (S exp(H) + sum_j exp(h_j) u_j k_j^T)
+    X_t = exp(P_t) S_0 = exp(P_t) (exp(H) S + sum_j exp(h_j) u_j k_j^T)
 
-so what token t reads of it, along its key or its query x_t, is
+and is never built: it is only multiplied with keys and queries. The window's updates solve a small unit triangular system,
+and the outputs read them:
 
-    X x_t = exp(P_t) (exp(H) S x_t + sum_j exp(h_j) (k_j . x_t) u_j).
+    u_t + beta_t sum_{s<t} exp(P_t - P_s) (k_s . k_t) u_s = beta_t (v_t - X_t k_t)
+    o_t = scale (X_t q_t + sum_{s<=t} exp(P_t - P_s) (k_s . q_t) u_s)
 
-The window's updates then solve a small unit triangular system, and the outputs read them:
-
-    u_t + beta_t sum_{s<t}  exp(P_t - P_s) (k_s . k_t) u_s = beta_t (v_t - X k_t)
-    o_t = scale (X q_t + sum_{s<=t} exp(P_t - P_s) (k_s . q_t) u_s)
-
-Keys and queries are stacked, so all products with them are one, and both lines are one elimination. Products run on tensor
-cores: operands that are not bf16 are split into two parts, and raw keys and queries are multiplied, which are exact in bf16,
-and normalised afterwards. A program is one warp, which owns BV columns of a value head: each sum is then taken in one order
-by every variant.
+Keys and queries x are stacked, so that one product with S serves both and both lines are one elimination. Products run on the
+tensor cores in bf16. Raw keys and queries, the state and the records' parts are exact there, norms are divided out afterwards;
+whatever else is multiplied is split into a high and a low part. A program is one warp and owns whole columns of a value head,
+and M, the rows of all products, does not depend on the config: every variant adds in the same order.
 """
 
 from __future__ import annotations
@@ -30,13 +27,13 @@ import triton.language as tl
 
 from kernreg_triton._common import DOT, jit, load_index, split, stride_unit, strides
 
-VECTORS = (
-    "p_q", "p_k", "p_v", "p_state", "p_ring_u", "p_ring_k", "p_ring_u_low", "p_ring_k_low", "p_o",
-)  # fmt: skip
+VECTORS = ("p_q", "p_k", "p_v", "p_state", "p_ring_u", "p_ring_k", "p_ring_u_low", "p_ring_k_low", "p_o")
+EPS = tl.constexpr(1e-6)
+CHUNK = tl.constexpr(16)  # records of the history in one product: the least that tensor cores sum over
 
 
 class History(NamedTuple):
-    """Records of a row's key and value head: how many, the first one's ring position, and where they lie."""
+    """The records of one value head: how many, the ring position of the first, and where the ring lies."""
 
     n: Any
     base: Any
@@ -47,16 +44,12 @@ class History(NamedTuple):
     p_g: Any
 
 
-EPS = tl.constexpr(1e-6)
-CHUNK = tl.constexpr(16)  # history records a product: the least that tensor cores sum over
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
+# --- operands and products
 
 
 @triton.jit
 def _parts(b_x, DOT: tl.constexpr):
-    """b_x as operands of products: itself, or high and low part."""
+    """b_x as operands: itself, or high and low part."""
     if b_x.dtype == DOT:
         return (b_x,)
     else:
@@ -65,7 +58,7 @@ def _parts(b_x, DOT: tl.constexpr):
 
 @triton.jit
 def _load_parts(p, p_low, o, m, LOW: tl.constexpr, DOT: tl.constexpr):
-    """Values of a tensor with or without low parts as operands; zero, and not read, where masked."""
+    """Values with or without stored low parts, as operands; zero, and not read, where masked."""
     b_high = tl.load(p + o, mask=m, other=0.0)
     if not LOW:
         return _parts(b_high, DOT)
@@ -78,8 +71,17 @@ def _load_parts(p, p_low, o, m, LOW: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
+def _store_parts(p, p_low, o, b_x, m, LOW: tl.constexpr):
+    """Store fp32 b_x as one value, or as high and low part."""
+    b_high = b_x.to(p.dtype.element_ty)
+    tl.store(p + o, b_high, mask=m)
+    if LOW:
+        tl.store(p_low + o, (b_x - b_high.to(tl.float32)).to(p.dtype.element_ty), mask=m)
+
+
+@triton.jit
 def _product(x, y, b_sum, TRANS: tl.constexpr = False):
-    """b_sum + x @ y (x @ y^T with TRANS) for operands in parts; low times low is below fp32's rounding and left out."""
+    """b_sum + x @ y, or x @ y^T, for operands in parts; low times low is below fp32's rounding and left out."""
     for i in tl.static_range(len(x)):
         for j in tl.static_range(len(y)):
             if i + j < 2:
@@ -89,50 +91,41 @@ def _product(x, y, b_sum, TRANS: tl.constexpr = False):
 
 @triton.jit
 def _halves(b_x, R: tl.constexpr, C: tl.constexpr):
-    """[2 * R, C] -> upper and lower half."""
+    """[2 R, C] -> upper and lower half."""
     return tl.split(tl.permute(tl.reshape(b_x, [2, R, C]), (1, 2, 0)))
 
 
 @triton.jit
-def _stacked(b_x, b_y, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] on top of [R, C]."""
-    return tl.reshape(tl.permute(tl.join(b_x, b_y), (2, 0, 1)), [2 * R, C])
+def _stacked(b_upper, b_lower, R: tl.constexpr, C: tl.constexpr):
+    """Two [R, C] -> [2 R, C]."""
+    return tl.reshape(tl.permute(tl.join(b_upper, b_lower), (2, 0, 1)), [2 * R, C])
 
 
 @triton.jit
 def _left_half(b_x, R: tl.constexpr, C: tl.constexpr):
-    """[R, 2 * C] -> [R, C]."""
+    """[R, 2 C] -> [R, C]."""
     b_left, _ = tl.split(tl.permute(tl.reshape(b_x, [R, 2, C]), (0, 2, 1)))
     return b_left
 
 
 @triton.jit
 def _twice(b_x, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] -> [R, 2 * C], the same columns again."""
+    """[R, C] -> [R, 2 C]: the same columns again."""
     return tl.reshape(tl.permute(tl.join(b_x, b_x), (0, 2, 1)), [R, 2 * C])
 
 
 @triton.jit
 def _pair(b_x, C: tl.constexpr):
-    """[2 * C] -> its halves."""
+    """[2 C] -> its halves."""
     return tl.split(tl.permute(tl.reshape(b_x, [2, C]), (1, 0)))
 
 
-@triton.jit
-def _store_parts(p, p_low, o, b_x, m, LOW: tl.constexpr):
-    """Store fp32 b_x as value, or as high and low part."""
-    b_high = b_x.to(p.dtype.element_ty)
-    tl.store(p + o, b_high, mask=m)
-    if LOW:
-        tl.store(p_low + o, (b_x - b_high.to(tl.float32)).to(p.dtype.element_ty), mask=m)
-
-
-# --- gates ------------------------------------------------------------------------------------------------------------
+# --- gates
 
 
 @triton.jit
 def _log1p(b_x):
-    """log(1 + x) for x in 0..1, by 2 atanh(x / (2 + x)): small results are as exact as large ones."""
+    """log(1 + x) for x in 0..1 as 2 atanh(x / (2 + x)): small results keep their digits, as a decay near none needs."""
     b_r = b_x / (2.0 + b_x)
     b_s = b_r * b_r
     b_y = tl.full(b_x.shape, 1.0 / 15, tl.float32)
@@ -153,81 +146,66 @@ def _sigmoid(b_x):
     return tl.where(b_x < 0, b_e, 1.0) / (1.0 + b_e)
 
 
-# --- steps of the kernel ----------------------------------------------------------------------------------------------
-
-
 @triton.jit
-def _prefetch(p):
-    """Bring the cache lines of p into L2."""
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _prefetch_state(i_v, p_s, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """The state of columns i_v * BV and up; nothing in the interpreter, which is the one without bf16."""
-    if DOT == tl.bfloat16:
-        LINE: tl.constexpr = 1024 // p_s.dtype.element_ty.primitive_bitwidth
-        o_v = tl.minimum(i_v * BV + tl.arange(0, BV), V - 1)
-        _prefetch(p_s + o_v[:, None] * K + (tl.arange(0, K // LINE) * LINE)[None, :])
-
-
-@triton.jit
-def _prefetch_rows(
-    i_v, p_v, stride_v, length, history,
-    V: tl.constexpr, L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Values of the window and updates of the newest records, in the same columns."""
-    if DOT == tl.bfloat16:
-        v = tl.minimum(i_v * BV, V - 1)
-        _prefetch(p_v + tl.minimum(tl.arange(0, BT), length - 1) * stride_v + v)
-        o_r = _ring_positions(0, history.n, history.base, L) * V + v
-        _prefetch(history.p_u + o_r)
-        if LOW:
-            _prefetch(history.p_u_low + o_r)
-
-
-@triton.jit
-def _prefetch_records(
-    i_j, v, history, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr
-):  # fmt: skip
-    """Keys and updates of the records after the newest i_j."""
-    if DOT == tl.bfloat16:
-        LINE: tl.constexpr = 1024 // history.p_k.dtype.element_ty.primitive_bitwidth
-        o_r = _ring_positions(i_j, history.n, history.base, L)
-        o_k = o_r[:, None] * K + (tl.arange(0, K // LINE) * LINE)[None, :]
-        _prefetch(history.p_k + o_k)
-        _prefetch(history.p_u + o_r * V + v)
-        if LOW:
-            _prefetch(history.p_k_low + o_k)
-            _prefetch(history.p_u_low + o_r * V + v)
-
-
-@triton.jit
-def _ring_positions(i_j, n, base, L: tl.constexpr):
-    """Where the CHUNK records after the newest i_j lie; the oldest again where there are no more."""
-    return (base + tl.maximum(n - 1 - i_j - tl.arange(0, CHUNK), 0)) & (L - 1)
-
-
-@triton.jit
-def _zero_tokens(p_o, first, last, step, m_v, o_v, C: tl.constexpr):
-    for i_n in range(first, last, step):
-        tl.store(p_o + i_n * C + o_v, tl.zeros_like(o_v).to(p_o.dtype.element_ty), mask=m_v)
-
-
-@triton.jit
-def _log_decays(b_a, m_t, is_key, A_log, dt_bias):
-    """g of tokens given twice over [2 BT], and its sums P up to each token in fp64."""
+def _decays(b_a, m_t, is_key, A_log, dt_bias):
+    """g of tokens that stand twice in [2 BT], and P in fp64: a strong decay must not cost the differences behind it digits."""
     b_g = tl.where(m_t, -tl.exp(A_log) * _softplus(b_a + dt_bias), 0.0)
     b_wide = b_g.to(tl.float64)
     return b_g, tl.cumsum(b_wide, 0) - tl.where(is_key, 0.0, tl.sum(tl.where(is_key, b_wide, 0.0), 0))
 
 
+# --- history
+
+
+@triton.jit
+def _history_products(
+    history, i_j, x, M: tl.constexpr, L: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """k_j . x [M, CHUNK] for the records before the newest i_j, newest first."""
+    o_j, o_k = history.n - 1 - i_j - tl.arange(0, CHUNK), tl.arange(0, K)
+    o_r = ((history.base + o_j) & (L - 1))[:, None] * K + o_k[None, :]
+    y = _load_parts(history.p_k, history.p_k_low, o_r, (o_j >= 0)[:, None], LOW, DOT)
+    return _product(x, y, tl.zeros([M, CHUNK], tl.float32), TRANS=True)
+
+
+@triton.jit
+def _history_decays(history, i_j, behind, L: tl.constexpr):
+    """exp(h_j) for the same records, and the sum of g behind the ones before them; `behind` is theirs. Sums are fp64."""
+    o_j = history.n - 1 - i_j - tl.arange(0, CHUNK)
+    b_g = tl.load(history.p_g + ((history.base + o_j) & (L - 1)), mask=o_j >= 0, other=0.0).to(tl.float64)
+    b_h = tl.cumsum(b_g, 0) - b_g + behind
+    return tl.exp(b_h.to(tl.float32)), behind + tl.sum(b_g, 0)
+
+
+@triton.jit
+def _history_updates(
+    history, i_j, v, o_v, m_v, L: tl.constexpr, V: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """u_j [CHUNK, BV] of the same records from column v, as operands."""
+    p_u, p_u_low = history.p_u + v, history.p_u_low
+    if LOW:
+        p_u_low += v
+    o_j = history.n - 1 - i_j - tl.arange(0, CHUNK)
+    o_r = ((history.base + o_j) & (L - 1))[:, None] * V + o_v[None, :]
+    return _load_parts(p_u, p_u_low, o_r, (o_j >= 0)[:, None] & m_v[None, :], LOW, DOT)
+
+
+@triton.jit
+def _history_decay(history, L: tl.constexpr):
+    """exp(H)."""
+    o_l = tl.arange(0, L)
+    m_l = ((o_l - history.base) & (L - 1)) < history.n
+    return tl.exp(tl.sum(tl.load(history.p_g + o_l, mask=m_l, other=0.0), 0))
+
+
+# --- the triangular system
+
+
 @triton.jit
 def _eliminate(b_n, length, o_m, o_c):
-    """(I + b_n)^-1 - I for strictly lower triangular b_n [M, BT], whose columns past `length` are zero."""
+    """Z with I + Z = (I + b_n)^-1 for strictly lower triangular b_n [M, BT] whose columns from `length` on are zero."""
     b_z = tl.zeros_like(b_n)
-    for s in range(0, length, 2):  # two columns a turn: reading rows takes a chain of shuffles
+    for s in range(0, length, 2):  # two columns a turn, because reading a row out takes a chain of shuffles
         b_row_0 = tl.sum(tl.where((o_m == s)[:, None], b_z, 0.0), 0) + tl.where(o_c == s, 1.0, 0.0)
         b_row_1 = tl.sum(tl.where((o_m == s + 1)[:, None], b_z, 0.0), 0) + tl.where(o_c == s + 1, 1.0, 0.0)
         b_column_0 = tl.sum(tl.where((o_c == s)[None, :], b_n, 0.0), 1)
@@ -238,8 +216,8 @@ def _eliminate(b_n, length, o_m, o_c):
 
 
 @triton.jit
-def _solution_operands(b_z, BT: tl.constexpr, DOT: tl.constexpr):
-    """b_z [2 BT, BT] as left operands of `_solve`."""
+def _left_operands(b_z, BT: tl.constexpr, DOT: tl.constexpr):
+    """Z [2 BT, BT] in parts, for `_solve`."""
     b_high, b_low = split(b_z, DOT)
     if BT == 8:
         return _twice(b_high, 2 * BT, BT), _twice(b_low, 2 * BT, BT)
@@ -249,85 +227,99 @@ def _solution_operands(b_z, BT: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _solve(z, b_keys, b_queries, BT: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """Right-hand sides [BT, BV] of keys and queries -> u and o: the sides plus b_z @ b_keys."""
+    """Right-hand sides [BT, BV] of keys and queries -> u and o: the sides, plus Z times those of the keys."""
     b_high, b_low = split(b_keys, DOT)
     b_sum = _stacked(b_keys, b_queries, BT, BV)
-    if BT == 8:  # both parts fill the 16 steps that a product sums over
+    if BT == 8:  # both parts together fill the 16 steps that a product sums over
         b_sum = _product(z, (_stacked(b_high, b_low, BT, BV),), b_sum)
     else:
         b_sum = _product(z, (b_high, b_low), b_sum)
     return _halves(b_sum, BT, BV)
 
 
-@triton.jit
-def _history_products(history, i_j, x, M: tl.constexpr, L: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr):
-    """k_j . x [M, CHUNK] for the records after the newest i_j, newest first."""
-    n, base, p_k, p_k_low = history.n, history.base, history.p_k, history.p_k_low
-    o_j, o_k = n - 1 - i_j - tl.arange(0, CHUNK), tl.arange(0, K)
-    o_r = ((base + o_j) & (L - 1))[:, None] * K + o_k[None, :]
-    y = _load_parts(p_k, p_k_low, o_r, (o_j >= 0)[:, None], LOW, DOT)
-    return _product(x, y, tl.zeros([M, CHUNK], tl.float32), TRANS=True)
+# --- memory
 
 
 @triton.jit
-def _history_decays(history, i_j, behind, L: tl.constexpr):
-    """exp(h_j) for the records after the newest i_j, newest first, and the fp64 sum of g behind the next ones."""
-    n, base, p_g = history.n, history.base, history.p_g
-    o_j = n - 1 - i_j - tl.arange(0, CHUNK)
-    b_g = tl.load(p_g + ((base + o_j) & (L - 1)), mask=o_j >= 0, other=0.0).to(tl.float64)
-    b_h = tl.cumsum(b_g, 0) - b_g + behind
-    return tl.exp(b_h.to(tl.float32)), behind + tl.sum(b_g, 0)
+def _prefetch(p):
+    """Bring the cache lines of p into L2."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _history_updates(history, i_j, v, o_v, m_v, L: tl.constexpr, V: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr):
-    """Columns v and up of u_j [CHUNK, BV] for the records after the newest i_j, newest first, as operands."""
-    n, base, p_u, p_u_low = history.n, history.base, history.p_u + v, history.p_u_low
-    if LOW:
-        p_u_low += v
-    o_j = n - 1 - i_j - tl.arange(0, CHUNK)
-    o_r = ((base + o_j) & (L - 1))[:, None] * V + o_v[None, :]
-    return _load_parts(p_u, p_u_low, o_r, (o_j >= 0)[:, None] & m_v[None, :], LOW, DOT)
+def _prefetch_state(i_v, p_s, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ASM: tl.constexpr):
+    """The state of tile i_v, or of the last row where there is no such tile."""
+    if ASM:
+        BITS: tl.constexpr = p_s.dtype.element_ty.primitive_bitwidth
+        LINE: tl.constexpr = 1024 // BITS if K * BITS > 1024 else K
+        o_v = tl.minimum(i_v * BV + tl.arange(0, BV), V - 1)
+        _prefetch(p_s + o_v[:, None] * K + (tl.arange(0, K // LINE) * LINE)[None, :])
+
+
+@triton.jit
+def _prefetch_values(
+    i_v, p_v, stride_v, length, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The window's values in tile i_v."""
+    if ASM:
+        _prefetch(p_v + tl.minimum(tl.arange(0, BT), length - 1) * stride_v + tl.minimum(i_v * BV, V - 1))
+
+
+@triton.jit
+def _prefetch_updates(
+    i_v, i_j, history, L: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """u_j of the CHUNK records before the newest i_j in tile i_v; the first record's where there are none."""
+    if ASM:
+        o_j = tl.maximum(history.n - 1 - i_j - tl.arange(0, CHUNK), 0)
+        o_r = ((history.base + o_j) & (L - 1)) * V + tl.minimum(i_v * BV, V - 1)
+        _prefetch(history.p_u + o_r)
+        if LOW:
+            _prefetch(history.p_u_low + o_r)
+
+
+@triton.jit
+def _zero_tokens(p_o, first, last, step, o_v, HV: tl.constexpr, V: tl.constexpr):
+    for i_n in range(first, last, step):
+        tl.store(p_o + i_n * (HV * V) + o_v, tl.zeros_like(o_v).to(p_o.dtype.element_ty), mask=o_v < V)
+
+
+# --- kernel
 
 
 @triton.jit
 def _tile(
-    i_v, x, w, z, h, factors, behind, history, p_s, p_v, p_o, stride_v, length, records,
+    i_v, x, w, z, h, factors, behind, history, p_s, p_v, stride_v, p_o, length, records,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     LONG: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and records of columns i_v * BV and up."""
-    M: tl.constexpr = 2 * BT
+    """Outputs and records u of tile i_v. LONG: the history goes on behind the records that w weighs."""
     o_v, o_k, o_t = tl.arange(0, BV), tl.arange(0, K), tl.arange(0, BT)
     m_v = tl.full([BV], True, tl.int1)
     if V % BV != 0:
         m_v = o_v < V - i_v * BV
-    p_s += i_v * (BV * K)
-    p_v += i_v * BV
-    p_o += i_v * BV
-    b_s = tl.load(p_s + o_v[:, None] * K + o_k[None, :], mask=m_v[:, None], other=0.0)
-    b_x = h * _product(x, _parts(b_s, DOT), tl.zeros([M, BV], tl.float32), TRANS=True)
+    b_s = tl.load(p_s + i_v * (BV * K) + o_v[:, None] * K + o_k[None, :], mask=m_v[:, None], other=0.0)
+    b_x = h * _product(x, _parts(b_s, DOT), tl.zeros([2 * BT, BV], tl.float32), TRANS=True)
     b_x = _product(w, _history_updates(history, 0, i_v * BV, o_v, m_v, L, V, LOW, DOT), b_x)
     if LONG:
         for i_j in range(CHUNK, history.n, CHUNK):
-            _prefetch_records(i_j + CHUNK, i_v * BV, history, L, K, V, LOW, DOT)
+            _prefetch_updates(i_v, i_j + CHUNK, history, L, V, BV, LOW, DOT == tl.bfloat16)
             b_h, behind = _history_decays(history, i_j, behind, L)
-            b_w = _history_products(history, i_j, x, M, L, K, LOW, DOT) * b_h[None, :]
+            b_w = _history_products(history, i_j, x, 2 * BT, L, K, LOW, DOT) * b_h[None, :]
             b_x = _product(split(b_w, DOT), _history_updates(history, i_j, i_v * BV, o_v, m_v, L, V, LOW, DOT), b_x)
 
     m_o = (o_t < length)[:, None] & m_v[None, :]
-    b_v = tl.load(p_v + o_t[:, None] * stride_v + o_v[None, :], mask=m_o, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + i_v * BV + o_t[:, None] * stride_v + o_v[None, :], mask=m_o, other=0.0).to(tl.float32)
     b_keys, b_queries = _halves(b_x, BT, BV)
     b_keys = tl.fma(b_keys, factors[0][:, None], b_v * factors[2][:, None])
     b_u, b_o = _solve(z, b_keys, b_queries * factors[1][:, None], BT, BV, DOT)
+
     m_r = (o_t < records)[:, None] & m_v[None, :]
     b_o = tl.where(m_r, b_o, 0.0).to(p_o.dtype.element_ty)
-    tl.store(p_o + o_t[:, None] * (HV * V) + o_v[None, :], b_o, mask=m_o)
-    o_r = (history.base + history.n + o_t) & (L - 1)
-    p_u, p_u_low = history.p_u + i_v * BV, history.p_u_low
-    if LOW:
-        p_u_low += i_v * BV
-    _store_parts(p_u, p_u_low, o_r[:, None] * V + o_v[None, :], b_u, m_r, LOW)
+    tl.store(p_o + i_v * BV + o_t[:, None] * (HV * V) + o_v[None, :], b_o, mask=m_o)
+    o_r = ((history.base + history.n + o_t) & (L - 1))[:, None] * V + i_v * BV + o_v[None, :]
+    _store_parts(history.p_u, history.p_u_low, o_r, b_u, m_r, LOW)
 
 
 @jit(vectors=VECTORS)
@@ -343,10 +335,11 @@ def _chunked(
     LOW: tl.constexpr, UNIT_ACT: tl.constexpr, UNIT_STATE: tl.constexpr, UNIT_RING: tl.constexpr,
     BT: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program verifies a row's window for TILES tiles of BV columns of a value head; grid (B * HV * column blocks)."""
+    """A program verifies a row's window in TILES tiles of BV columns of a value head; grid (B * HV * blocks of tiles)."""
     NV: tl.constexpr = (V + BV - 1) // BV
     NS: tl.constexpr = (NV + TILES - 1) // TILES
     M: tl.constexpr = 2 * BT  # keys, then queries
+    ASM: tl.constexpr = DOT == tl.bfloat16  # the interpreter has neither
     i_s = tl.program_id(0) % NS
     i_hv = tl.program_id(0) // NS % HV
     i_h = i_hv // (HV // H)
@@ -354,19 +347,19 @@ def _chunked(
 
     slot, row = load_index(p_slots, i_b, stride_slots), load_index(p_rows, i_b, stride_rows)
     begin, end = load_index(p_cu, i_b, stride_cu), load_index(p_cu, i_b + 1, stride_cu)
-    covered, covered_end = load_index(p_cu, B * 0, stride_cu), load_index(p_cu, B, stride_cu)
-    p_o += i_hv * V
-    o_z = i_s * (TILES * BV) + tl.arange(0, TILES * BV)
-    _zero_tokens(p_o, i_b.to(tl.int64), tl.minimum(covered, N), B, o_z < V, o_z, HV * V)
-    _zero_tokens(p_o, tl.maximum(covered_end, 0) + i_b, N, B, o_z < V, o_z, HV * V)
     live = (slot > null_slot) & (slot >= 0) & (slot < S) & (row >= 0) & (row < R)
     live = live & (begin >= 0) & (begin <= end) & (end <= N) & (end - begin <= DRAFT)
+    # tokens outside of all windows are shared among the rows; a padding row has its own to clear
+    p_o += i_hv * V
+    o_z = i_s * (TILES * BV) + tl.arange(0, TILES * BV)
+    _zero_tokens(p_o, i_b.to(tl.int64), tl.minimum(load_index(p_cu, i_b * 0, stride_cu), N), B, o_z, HV, V)
+    _zero_tokens(p_o, tl.maximum(load_index(p_cu, B, stride_cu), 0) + i_b, N, B, o_z, HV, V)
     if not live:
-        _zero_tokens(p_o, tl.maximum(begin, 0), tl.minimum(end, N), 1, o_z < V, o_z, HV * V)
+        _zero_tokens(p_o, tl.maximum(begin, 0), tl.minimum(end, N), 1, o_z, HV, V)
     if not live or begin == end:
         return
 
-    # loads that wait for nothing else
+    # loads that wait for nothing else come first
     n, base = tl.load(p_write_pos + row), tl.load(p_base + row)
     length = (end - begin).to(tl.int32)
     o_m, o_k, o_c = tl.arange(0, M), tl.arange(0, K), tl.arange(0, BT)
@@ -374,109 +367,144 @@ def _chunked(
     is_key = o_m < BT
     m_t = o_t < length
     p_s = p_state + slot * (stride_state * UNIT_STATE) + i_hv * (V * K)
-    _prefetch_state(i_s * TILES, p_s, K, V, BV, DOT)
+    _prefetch_state(i_s * TILES, p_s, K, V, BV, ASM)
     p_x = tl.where(is_key, p_k + i_h * (stride_k_h * UNIT_ACT), p_q + i_h * (stride_q_h * UNIT_ACT))
     p_x += (begin + o_t) * (tl.where(is_key, stride_k_n, stride_q_n) * UNIT_ACT)
     b_raw = tl.load(p_x[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
     b_a = tl.load(p_a + (begin + o_t) * stride_a_n + i_hv, mask=m_t, other=0.0).to(tl.float32)
     b_b = tl.load(p_b + (begin + o_t) * stride_b_n + i_hv, mask=m_t, other=0.0).to(tl.float32)
     A_log, dt_bias = tl.load(p_A_log + i_hv), tl.load(p_dt_bias + i_hv)
+    stride_v = stride_v_n * UNIT_ACT
+    p_v += begin * stride_v + i_hv * (stride_v_h * UNIT_ACT)
+    _prefetch_values(i_s * TILES, p_v, stride_v, length, V, BT, BV, ASM)
 
     # a row whose history leaves no room for its window writes zeros and no records
     fits = (n >= 0) & (n <= L - length)
     n = tl.where(fits, n, 0)
     records = tl.where(fits, length, 0)
-    p_u, p_u_low = p_ring_u + row * (stride_u * UNIT_RING) + i_hv * (L * V), p_ring_u_low
-    p_rk, p_rk_low = p_ring_k + row * (stride_ring_k * UNIT_RING) + i_h * (L * K), p_ring_k_low
+    p_u_low, p_k_low = p_ring_u_low, p_ring_k_low
     if LOW:
         p_u_low += row * (stride_u_low * UNIT_RING) + i_hv * (L * V)
-        p_rk_low += row * (stride_k_low * UNIT_RING) + i_h * (L * K)
-    p_g = p_ring_g + row * stride_g + i_hv * L
-    history = History(n, base, p_rk, p_rk_low, p_u, p_u_low, p_g)
-    stride_v = stride_v_n * UNIT_ACT
-    p_v += begin * stride_v + i_hv * (stride_v_h * UNIT_ACT)
-    first, last = i_s * TILES, tl.minimum(i_s * TILES + TILES, NV)
-    _prefetch_rows(first, p_v, stride_v, length, history, V, L, BT, BV, LOW, DOT)
+        p_k_low += row * (stride_k_low * UNIT_RING) + i_h * (L * K)
+    history = History(
+        n,
+        base,
+        p_ring_k + row * (stride_ring_k * UNIT_RING) + i_h * (L * K),
+        p_k_low,
+        p_ring_u + row * (stride_u * UNIT_RING) + i_hv * (L * V),
+        p_u_low,
+        p_ring_g + row * stride_g + i_hv * L,
+    )
+    _prefetch_updates(i_s * TILES, 0, history, L, V, BV, LOW, ASM)
 
-    b_g, b_p = _log_decays(b_a, m_t, is_key, A_log, dt_bias)
+    b_g, b_p = _decays(b_a, m_t, is_key, A_log, dt_bias)
     b_beta = _sigmoid(b_b)
-    x = _parts(b_raw, DOT)  # raw keys and queries
+    x = _parts(b_raw, DOT)
     b_w = _history_products(history, 0, x, M, L, K, LOW, DOT)
     b_h, behind = _history_decays(history, 0, tl.zeros([], tl.float64), L)
     w = split(b_w * b_h[None, :], DOT)
-    o_l = tl.arange(0, L)
-    h = tl.exp(tl.sum(tl.load(p_g + o_l, mask=((o_l - base) & (L - 1)) < n, other=0.0), 0))
+    h = _history_decay(history, L)
 
-    # the triangular system; differences of P in fp64, so that a strong decay does not cost later tokens their digits
     b_gram = _product(x, x, tl.zeros([M, M], tl.float32), TRANS=True)
     b_norm = 1.0 / tl.sqrt(tl.sum(tl.where(o_m[:, None] == o_m[None, :], b_gram, 0.0), 1) + EPS)
-    b_p_c, _ = _pair(b_p, BT)
-    b_norm_c, _ = _pair(b_norm, BT)
     b_factor = tl.where(is_key, -b_beta, scale) * b_norm
     m_n = o_c[None, :] < tl.where(is_key, o_t, o_t + 1)[:, None]
-    b_decay = tl.exp(tl.where(m_n, (b_p[:, None] - b_p_c[None, :]).to(tl.float32), 0.0))
-    b_n = -b_factor[:, None] * b_norm_c[None, :] * _left_half(b_gram, M, BT) * b_decay
-    z = _solution_operands(_eliminate(tl.where(m_n, b_n, 0.0), length, o_m, o_c), BT, DOT)
+    b_between = tl.where(m_n, (b_p[:, None] - _pair(b_p, BT)[0][None, :]).to(tl.float32), 0.0)
+    b_n = -b_factor[:, None] * _pair(b_norm, BT)[0][None, :] * _left_half(b_gram, M, BT) * tl.exp(b_between)
+    z = _left_operands(_eliminate(tl.where(m_n, b_n, 0.0), length, o_m, o_c), BT, DOT)
     b_factor *= tl.exp(b_p.to(tl.float32))
     factors = _pair(b_factor, BT) + (_pair(b_beta, BT)[0],)
 
+    # records that columns have in common: g, and a share of k among the programs that have this key head
     o_r = (base + n + o_t) & (L - 1)
     m_r = is_key & (o_t < records)
     if i_s == 0:
-        tl.store(p_g + o_r, b_g, mask=m_r)
-    SHARE: tl.constexpr = HV // H * NS  # programs that have these keys, and share their record
-    for i_k in range((i_hv % (HV // H) * NS + i_s) * 32, K, SHARE * 32):
-        o_p = i_k + tl.arange(0, 32)
+        tl.store(history.p_g + o_r, b_g, mask=m_r)
+    SHARE: tl.constexpr = 32 if K > 32 else K
+    for i_k in range((i_hv % (HV // H) * NS + i_s) * SHARE, K, HV // H * NS * SHARE):
+        o_p = i_k + tl.arange(0, SHARE)
         b_k = tl.load(p_x[:, None] + o_p[None, :], mask=m_r[:, None], other=0.0).to(tl.float32) * b_norm[:, None]
-        _store_parts(p_rk, p_rk_low, o_r[:, None] * K + o_p[None, :], b_k, m_r[:, None], LOW)
+        _store_parts(history.p_k, history.p_k_low, o_r[:, None] * K + o_p[None, :], b_k, m_r[:, None], LOW)
 
-    p_o += begin * (HV * V)
+    first, last = i_s * TILES, tl.minimum(i_s * TILES + TILES, NV)
     if L > CHUNK and n > CHUNK:
-        for i_v in tl.range(first, last):
-            _prefetch_state(i_v + 1, p_s, K, V, BV, DOT)
+        for i_v in range(first, last):
+            _prefetch_state(i_v + 1, p_s, K, V, BV, ASM)
             _tile(
-                i_v, x, w, z, h, factors, behind, history, p_s, p_v, p_o, stride_v, length, records,
+                i_v, x, w, z, h, factors, behind, history, p_s, p_v, stride_v, p_o + begin * (HV * V), length, records,
                 HV, K, V, L, BT, BV, True, LOW, DOT,
             )  # fmt: skip
     else:
         for i_v in tl.range(first, last, num_stages=STAGES):
             if STAGES == 1 and TILES > 1:
-                _prefetch_state(i_v + 1, p_s, K, V, BV, DOT)
-                _prefetch_rows(i_v + 1, p_v, stride_v, length, history, V, L, BT, BV, LOW, DOT)
+                _prefetch_state(i_v + 1, p_s, K, V, BV, ASM)
+                _prefetch_values(i_v + 1, p_v, stride_v, length, V, BT, BV, ASM)
+                _prefetch_updates(i_v + 1, 0, history, L, V, BV, LOW, ASM)
             _tile(
-                i_v, x, w, z, h, factors, behind, history, p_s, p_v, p_o, stride_v, length, records,
+                i_v, x, w, z, h, factors, behind, history, p_s, p_v, stride_v, p_o + begin * (HV * V), length, records,
                 HV, K, V, L, BT, BV, False, LOW, DOT,
             )  # fmt: skip
 
 
-# --- launchers --------------------------------------------------------------------------------------------------------
+# --- launcher
 
 
 def chunked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
-    A_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor,
-    ring_u: torch.Tensor, ring_k: torch.Tensor, ring_g: torch.Tensor, write_pos: torch.Tensor, base: torch.Tensor,
-    slots: torch.Tensor, rows: torch.Tensor, cu_seqlens: torch.Tensor, *,
-    draft: int, ring_u_low: torch.Tensor | None = None, ring_k_low: torch.Tensor | None = None,
-    scale: float | None = None, null_slot: int = -1,
-    BV: int, tiles: int, stages: int, registers: int, layout: str,
-) -> torch.Tensor:  # fmt: skip
-    """One launch, one warp for each row, value head and BV columns of it."""
-    S, HV, V, K = state.shape
-    B, H, L = slots.shape[0], q.shape[1], ring_g.shape[2]
-    if B == 0:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    ring_u: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_g: torch.Tensor,
+    write_pos: torch.Tensor,
+    base: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    draft: int,
+    ring_u_low: torch.Tensor | None = None,
+    ring_k_low: torch.Tensor | None = None,
+    scale: float | None = None,
+    null_slot: int = -1,
+    BV: int,
+    tiles: int,
+    stages: int,
+    registers: int,
+    layout: str,
+) -> torch.Tensor:
+    """`kernreg.ops.gdn_ring_verify`, one warp per row, value head and `tiles` tiles of BV columns.
+
+    stages: of the loop over tiles, or 1 to prefetch into L2 instead. registers: at most so many a thread.
+    """
+    slots_in_pool, heads, columns, K = state.shape
+    batch, ring_rows, L = slots.shape[0], ring_g.shape[0], ring_g.shape[2]
+    if batch == 0:
         return q.new_zeros(v.shape)
     o = q.new_empty(v.shape)
     act, wide, ring = (stride_unit(layout, t) for t in (q, state, ring_u))
-    _chunked[layout][(B * HV * triton.cdiv(V, BV * tiles),)](
-        q, k, v, a, b, A_log, dt_bias, state, ring_u, ring_k, ring_g, ring_u_low, ring_k_low,
-        write_pos, base, slots, rows, cu_seqlens, o,
-        K**-0.5 if scale is None else scale, B, q.shape[0], S, ring_g.shape[0], null_slot,
-        *strides(q, 2, act), *strides(k, 2, act), *strides(v, 2, act), a.stride(0), b.stride(0), *strides(state, 1, wide),
-        *strides(ring_u, 1, ring), *strides(ring_k, 1, ring), ring_g.stride(0),
-        *strides(ring_u_low, 1, ring), *strides(ring_k_low, 1, ring), slots.stride(0), rows.stride(0), cu_seqlens.stride(0),
-        H=H, HV=HV, K=K, V=V, L=L, DRAFT=draft, LOW=ring_u_low is not None,
-        UNIT_ACT=act, UNIT_STATE=wide, UNIT_RING=ring, BT=8 if draft <= 8 else 16, BV=BV, TILES=tiles,
-        STAGES=stages, DOT=DOT, num_warps=1, num_stages=1, maxnreg=registers, enable_fp_fusion=False,
-    )  # fmt: skip
+    _chunked[layout][(batch * heads * triton.cdiv(columns, BV * tiles),)](
+        *(q, k, v, a, b, A_log, dt_bias, state, ring_u, ring_k, ring_g, ring_u_low, ring_k_low),
+        *(write_pos, base, slots, rows, cu_seqlens, o),
+        *(K**-0.5 if scale is None else scale, batch, q.shape[0], slots_in_pool, ring_rows, null_slot),
+        *(*strides(q, 2, act), *strides(k, 2, act), *strides(v, 2, act), a.stride(0), b.stride(0)),
+        *(*strides(state, 1, wide), *strides(ring_u, 1, ring), *strides(ring_k, 1, ring), ring_g.stride(0)),
+        *(*strides(ring_u_low, 1, ring), *strides(ring_k_low, 1, ring)),
+        *(slots.stride(0), rows.stride(0), cu_seqlens.stride(0)),
+        *(q.shape[1], heads, K, columns, L, draft, ring_u_low is not None, act, wide, ring),
+        BT=8 if draft <= 8 else 16,
+        BV=BV,
+        TILES=tiles,
+        STAGES=stages,
+        DOT=DOT,
+        num_warps=1,
+        num_stages=1,
+        maxnreg=registers,
+        enable_fp_fusion=False,
+    )
     return o
