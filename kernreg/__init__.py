@@ -3,7 +3,7 @@
 from kernreg import ops
 from kernreg.contract import Backend, Case, ContractError, Fact, Kernel, Op, RegistrationError, Tensor, Variant, op
 from kernreg.device import Device
-from kernreg.dispatch import NotWarm, Plan, Served, WarmupError, bind, default_policy, force, served
+from kernreg.dispatch import NotCapturable, NotWarm, Plan, Served, WarmupError, bind, default_policy, force, served
 from kernreg.policy import Decision, Policy, PolicyError
 from kernreg.registry import Registry, UnknownError
 
@@ -17,6 +17,7 @@ __all__ = [
     "Device",
     "Fact",
     "Kernel",
+    "NotCapturable",
     "NotWarm",
     "Op",
     "Plan",

@@ -33,6 +33,7 @@ def facts_of(op: Op, args: Mapping[str, Any]) -> dict[str, FactValue]:
     Raises:
         ContractError: the first condition that does not hold.
     """
+    _scalars(op, args)
     given = _given(op, args)
     dims = _dims(op, given)
     dtypes = _dtypes(op, given)
@@ -43,7 +44,7 @@ def facts_of(op: Op, args: Mapping[str, Any]) -> dict[str, FactValue]:
         dims[name] = scope[name] = eval(_compiled(expression), {"__builtins__": {}}, scope)
     for expression in op.where:
         if not _holds(expression, scope):
-            raise ContractError(f"{op.name}: {_values(expression, scope)}; wanted {expression}")
+            raise ContractError(f"{op.name}: {_values(op, expression, scope)}; wanted {expression}")
     return {name: _fact(op, fact, args, dims, dtypes) for name, fact in op.facts.items()}
 
 
@@ -55,6 +56,10 @@ def check_fact(op: Op, name: str, value: object) -> FactValue:
         value = "/".join(map(str, value))
     if kind == "heads" and not (isinstance(value, str) and re.fullmatch(r"[1-9]\d*/[1-9]\d*", value)):
         raise ContractError(f"{op.name}: {name} is {value!r}, wanted value heads/key heads, as in 48/16")
+    if kind == "dim" and type(value) is int and value < 1:
+        raise ContractError(f"{op.name}: {name} is {value}, wanted 1 or more")
+    if kind == "index" and not (isinstance(value, str) and set(value.split("+")) <= set(INDEX)):
+        raise ContractError(f"{op.name}: {name} is {value!r}, wanted i32, i64, or one for each index tensor as in i32+i64")
     wanted = {"dim": int, "has": bool, "heads": str, "dtype": str, "which": str, "index": str, "layout": str}
     numeric = kind == "arg" and not fact.values
     expected = int if numeric else wanted.get(kind, type(fact.values[0]) if fact.values else str)
@@ -67,17 +72,47 @@ def check_fact(op: Op, name: str, value: object) -> FactValue:
 
 def check_facts(op: Op, facts: Mapping[str, FactValue]) -> None:
     """The conditions of the contract that the static key alone settles; ContractError names the first that fails."""
-    known = {**known_dims(op, facts), **declared_values(op, facts)}
+    given = presence(op, facts)
+    known: dict[str, Any] = {**known_dims(op, facts), **declared_values(op, facts)}
+    known |= {name: _Given(op, name, facts) if there else None for name, there in given.items() if name in op.tensors}
+    known |= {name: _Given(op, name, facts) for name in op.tensors if name not in op.optional}
     for expression in op.where:
-        if expression_names(expression) <= set(known) and not _holds(expression, known):
-            raise ContractError(f"{op.name}: {_values(expression, known)}; wanted {expression}")
+        if expression_names(expression) <= {*known, "element_size"} and not _holds(expression, known):
+            raise ContractError(f"{op.name}: {_values(op, expression, known)}; wanted {expression}")
+    indices = [name for name, spec in op.tensors.items() if spec.dtype == "index" and given.get(name, True)]
+    words = str(facts.get("index", "")).split("+")
+    if len(words) not in (1, len(indices)):
+        raise ContractError(f"{op.name}: index is {facts['index']!r}, wanted one dtype or one for each of {', '.join(indices)}")
+
+
+class _Given:
+    """Stands for a tensor that a static key says is there."""
+
+    shape = ()
+
+    def __init__(self, op: Op, name: str, facts: Mapping[str, FactValue]) -> None:
+        group = op.tensors[name].dtype
+        named = (str(facts[n]) for n, fact in op.facts.items() if fact.source == f"dtype {group}")
+        self.bits = int(next(named, "f32").strip("bfi"))
+
+    def element_size(self) -> int:
+        return self.bits // 8
+
+
+def _scalars(op: Op, args: Mapping[str, Any]) -> None:
+    for name, kinds in op.scalars.items():
+        value = args[name]
+        allowed = (*kinds, int) if float in kinds else kinds  # a whole number will do for a float
+        if type(value) not in allowed:
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ContractError(f"{op.name}: {name} is {value!r}, wanted {wanted}")
 
 
 def _given(op: Op, args: Mapping[str, Any]) -> dict[str, Any]:
     for names in op.together:
         if len({args[name] is None for name in names}) > 1:
             absent = [name for name in names if args[name] is None]
-            raise ContractError(f"{op.name}: {', '.join(names)} come together or not at all; {', '.join(absent)} is None")
+            raise ContractError(f"{op.name}: {', '.join(names)} come together or not at all, wanted {', '.join(absent)} too")
     for name in op.tensors:
         if args[name] is None and name not in op.optional:
             raise ContractError(f"{op.name}: {name} is None, wanted a tensor [{' '.join(op.tensors[name].dims)}]")
@@ -158,7 +193,7 @@ def _fact(op: Op, fact: Fact, args: Mapping[str, Any], dims: Mapping[str, int], 
 
 def _first_given(words: list[str], args: Mapping[str, Any]) -> str:
     choices = (word.partition("=") for word in words)
-    return next(value for value, _, name in choices if not name or args[name] is not None)
+    return next(value for value, _, names in choices if all(args[n] is not None for n in filter(None, names.split("+"))))
 
 
 def _declared(op: Op, fact: Fact, name: str, value: Any) -> FactValue:
@@ -183,10 +218,7 @@ def _tensor_aligned(spec: Tensor, tensor: Any) -> bool:
     if tensor.data_ptr() % 16:
         return False
     size, strides, shape = tensor.element_size(), tensor.stride(), tensor.shape
-    return all(
-        strides[i] == 1 if dim == spec.unit else shape[i] <= 1 or strides[i] * size % 16 == 0
-        for i, dim in _free(spec)
-    )
+    return all(strides[i] == 1 if dim == spec.unit else shape[i] <= 1 or strides[i] * size % 16 == 0 for i, dim in _free(spec))
 
 
 def _free(spec: Tensor) -> Iterator[tuple[int, str]]:
@@ -206,12 +238,21 @@ def expression_names(expression: str) -> set[str]:
 
 def _holds(expression: str, scope: Mapping[str, Any]) -> bool:
     # dims of an absent tensor are not in scope: such an expression guards itself, as "ring_k is None or L >= T"
-    return bool(eval(_compiled(expression), {"__builtins__": {}}, dict(scope)))
+    try:
+        return bool(eval(_compiled(expression), {"__builtins__": {}}, dict(scope)))
+    except ZeroDivisionError:
+        return False
 
 
-def _values(expression: str, scope: Mapping[str, Any]) -> str:
+def _values(op: Op, expression: str, scope: Mapping[str, Any]) -> str:
     names = dict.fromkeys(_compiled(expression).co_names)
-    return ", ".join(f"{n} is {_brief(scope[n]) if n in scope else 'absent'}" for n in names)
+    return ", ".join(f"{n}{_owner(op, n)} is {_brief(scope[n])}" for n in names if n in scope)
+
+
+def _owner(op: Op, dim: str) -> str:
+    """Which argument a dim is read from, in words."""
+    owner = next((name for name, spec in op.tensors.items() if dim in spec.dims), None)
+    return f" (a dim of {owner})" if owner else ""
 
 
 def _brief(value: Any) -> str:
@@ -251,3 +292,20 @@ def known_dims(op: Op, facts: Mapping[str, FactValue]) -> dict[str, int]:
 def declared_values(op: Op, facts: Mapping[str, FactValue]) -> dict[str, FactValue]:
     """Arguments that are facts themselves, with the value the key has for them."""
     return {fact.source.split()[1]: facts[name] for name, fact in op.facts.items() if fact.source.startswith("arg ")}
+
+
+def presence(op: Op, facts: Mapping[str, FactValue]) -> dict[str, bool]:
+    """Which optional arguments the key says are given, or not."""
+    given: dict[str, bool] = {}
+    for name, fact in op.facts.items():
+        kind, *words = fact.source.split()
+        if kind == "has":
+            given[words[0]] = bool(facts[name])
+        elif kind == "which":
+            choices = {value: set(filter(None, names.split("+"))) for value, _, names in (w.partition("=") for w in words)}
+            chosen = choices[str(facts[name])]
+            given |= {argument: argument in chosen for argument in set().union(*choices.values())}
+    for names in op.together:
+        for name in names:
+            given |= {other: given[name] for other in names if name in given}
+    return given

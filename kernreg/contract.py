@@ -73,9 +73,9 @@ class Fact:
     """One field of the static key and where its value comes from.
 
     source: ``"dim L"``, ``"heads HV H"``, ``"dtype state"``, ``"has NAME"`` (is that optional argument given?),
-        ``"arg NAME"`` (the argument's own value), ``"which x=NAME y=NAME z="`` (the first whose argument is given; an empty
-        name always is), ``"index"`` (dtype of the index tensors given: "i32", "i64", or each in the order of the signature,
-        as "i32+i64+i32") or ``"layout"`` ("aligned" or "any", see `Tensor`).
+        ``"arg NAME"`` (the argument's own value), ``"which x=NAME y=NAME+NAME z="`` (the first whose arguments are all
+        given; none need be for an empty name), ``"index"`` (dtype of the index tensors given: "i32", "i64", or each in the
+        order of the signature, as "i32+i64+i32") or ``"layout"`` ("aligned" or "any", see `Tensor`).
     default: the value `bind` assumes; None means that it must be given.
     values: what it may be; empty means any value of the source's type.
     """
@@ -174,6 +174,23 @@ class Op:
                 raise RegistrationError(f"{self.name}: tensor {name!r} names the unknown dtype {spec.dtype!r}")
 
     @cached_property
+    def fingerprint(self) -> str:
+        """The contract as text: two processes with the same one agree on keys and checks."""
+        parts = (self.tensors, self.dtypes, self.facts, self.returns, self.derived)
+        rest = (self.mutates, self.batch, self.where, self.together)
+        return f"{self.name}{self.signature} {[dict(part) for part in parts]} {rest}"
+
+    @cached_property
+    def scalars(self) -> dict[str, tuple[type, ...]]:
+        """Arguments that are no tensors, with the types that their annotations allow."""
+        kinds = {"int": int, "float": float, "str": str, "None": type(None)}
+        return {
+            name: tuple(kinds[word.strip()] for word in str(parameter.annotation).split("|"))
+            for name, parameter in self.signature.parameters.items()
+            if name not in self.tensors
+        }
+
+    @cached_property
     def optional(self) -> frozenset[str]:
         """Tensor arguments that may be None."""
         return frozenset(n for n in self.tensors if self.signature.parameters[n].default is None)
@@ -194,7 +211,7 @@ class Op:
             ContractError: a fact that the op does not have, or one without default that is not given.
         """
         if unknown := sorted(set(facts) - set(self.facts)):
-            known = ', '.join(self.facts)
+            known = ", ".join(self.facts)
             raise ContractError(f"{self.name}: no fact {', '.join(unknown)} in its static key (there are {known})")
         key: dict[str, FactValue] = {}
         for name, fact in self.facts.items():
@@ -236,6 +253,7 @@ class Kernel:
     default: one value for each parameter of `config`.
     why_not: (facts, device, config) -> None when the kernel can serve them, else the reason. Pure; imports nothing heavy.
     sources: further modules whose code decides the kernel's bits (shared steps); the target's own is always among them.
+    capturable: may it run while a CUDA graph is captured? False for one that reads values back to the host.
     doc: one line for `kernreg list`.
     """
 
@@ -246,6 +264,7 @@ class Kernel:
     default: Config = field(default_factory=dict)
     why_not: WhyNot = _always
     sources: tuple[str, ...] = ()
+    capturable: bool = True
     doc: str = ""
 
     @property

@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernreg import device as devices
 from kernreg import policy as policies
@@ -26,16 +27,24 @@ from kernreg.check import argument_source, check_fact, check_facts, declared_val
 from kernreg.contract import Case, ContractError, FactValue, Op, Variant, format_facts
 from kernreg.device import Device
 from kernreg.guard import guard
-from kernreg.policy import Decision, Override, Policy
-from kernreg.registry import Registry
+from kernreg.policy import Decision, Override, Policy, PolicyError
+from kernreg.registry import Registry, UnknownError, no_backends
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("kernreg")
 FORCE_VARIABLE = "KERNREG_FORCE"
 CHECK_VARIABLE = "KERNREG_CHECK"
+LARGEST_BATCH = 2**31 - 1  # stands for every batch above the measured ones
 
 
 class NotWarm(RuntimeError):
     """A variant would have to be compiled while a CUDA graph is being captured."""
+
+
+class NotCapturable(RuntimeError):
+    """The kernel that serves reads values back to the host, and a CUDA graph is being captured."""
 
 
 class WarmupError(RuntimeError):
@@ -56,7 +65,7 @@ def parse_force(text: str) -> tuple[Override, ...]:
     """
     overrides = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        op, equals, name = part.rpartition("=")
+        op, equals, name = (word.strip() for word in part.rpartition("="))
         if not name or (equals and not op):
             raise ValueError(f"cannot read the override {part!r}: wanted NAME or OP=NAME, as in gdn_ring_commit=triton.per_head")
         overrides.append(Override(op or None, name))
@@ -65,7 +74,14 @@ def parse_force(text: str) -> tuple[Override, ...]:
 
 @lru_cache(maxsize=1)
 def _environment_overrides() -> tuple[Override, ...]:
-    return parse_force(os.environ.get(FORCE_VARIABLE, ""))
+    try:
+        forced = parse_force(os.environ.get(FORCE_VARIABLE, ""))
+        for override in forced:
+            if override.op is not None:
+                registries.default().op(override.op)
+    except (ValueError, registries.UnknownError) as error:
+        raise PolicyError(f"{FORCE_VARIABLE}: {error}") from None
+    return forced
 
 
 def overrides() -> tuple[Override, ...]:
@@ -100,6 +116,7 @@ class _Entry:
     decision: Decision
     variant: Variant
     launch: Callable[..., Any]
+    intervals: list[tuple[int, int | None]] = field(default_factory=list)
     ready: bool = False
     calls: int = 0
 
@@ -127,9 +144,9 @@ class Binding:
     section: str | None = None
 
     def choose(self, batch: int) -> Decision:
-        """The decision for a batch: pure, see `kernreg.policy.choose`. An empty batch is decided like one row."""
+        """The decision for a batch: pure, see `kernreg.policy.choose`."""
         return policies.choose(
-            self.policy, self.registry, self.device, self.op, self.facts, max(batch, 1), self.overrides, section=self.section
+            self.policy, self.registry, self.device, self.op, self.facts, batch, self.overrides, section=self.section
         )
 
     @property
@@ -158,12 +175,13 @@ class Plan:
         self.device = binding.device
         self.ordinal = ordinal
         self.table: dict[int, _Entry] = {}
-        self._entries: dict[str, _Entry] = {}
-        self._fallback: _Entry | None = None
-        self._said: set[str] = set()
+        self._entries = self._decide()  # an unservable key fails here, not in the first step
+        self._failed: tuple[Variant, str] | None = None
+        self._dropped: list[_Entry] = []
         self.guard = guard(self.op, self.facts, -1 if binding.device.platform != "cuda" else ordinal)
         self.run = _on_its_device(_compile_run(self, debug, checked=True), ordinal)
         self.go = _on_its_device(_compile_run(self, debug, checked=False), ordinal)
+        self._say()
         _plans.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,11 +204,19 @@ class Plan:
 
     def explain(self, batch: int = 1) -> Decision:
         """Why this variant, and why none of the others."""
-        return self.binding.choose(batch)
+        decision = self.binding.choose(batch)
+        if self._failed is None:
+            return decision
+        fallback = self._entries[0].variant
+        failed, error = self._failed
+        reasons = dict(decision.considered) | {e.variant.kernel.name: f"dropped with {failed.id}" for e in self._dropped}
+        reasons[failed.kernel.name] = f"{decision.source} names it, but {failed.id} cannot run here: {error}"
+        reasons[fallback.kernel.name] = f"chosen: the fallback of {decision.source}"
+        return replace(decision, variant=fallback, considered=tuple(reasons.items()))
 
     def served(self) -> tuple[Served, ...]:
         """The variants that served calls, with counts."""
-        return tuple(Served(self.op.name, self.key, e.variant.id, e.calls) for e in self._entries.values() if e.calls)
+        return tuple(Served(self.op.name, self.key, e.variant.id, e.calls) for e in self._entries if e.calls)
 
     def warmup(self) -> Plan:
         """Load and compile every variant that some batch can reach, on small made-up inputs. Call it before a capture.
@@ -198,29 +224,36 @@ class Plan:
         Raises:
             WarmupError: a variant cannot be compiled or run here and its row names no fallback that can.
         """
-        for batch in policies.batches(self.binding.policy, self.op.name):
-            self._miss(batch)
-        self._prepare([entry for entry in self._entries.values() if not entry.ready])
+        self._prepare([entry for entry in self._entries if not entry.ready])
         return self
 
-    def _miss(self, batch: int) -> _Entry:
-        if self._fallback is not None:
-            return self.table.setdefault(batch, self._fallback)
-        decision = self.binding.choose(batch)
-        key = decision.variant.id
-        if key not in self._entries:
-            self._entries[key] = entry = _Entry(decision, decision.variant, _unloaded)
-            entry.launch = self._first(entry)
-            self._say(decision)
-        self.table[batch] = self._entries[key]
-        return self._entries[key]
+    def _decide(self) -> list[_Entry]:
+        """One entry for each variant; the static key picks one row, so its intervals hold every batch."""
+        entries: dict[str, _Entry] = {}
+        for batch in policies.batches(self.binding.policy, self.op.name):
+            decision = self.binding.choose(batch)
+            key = decision.variant.id
+            if key not in entries:
+                entries[key] = entry = _Entry(decision, decision.variant, _unloaded)
+                entry.launch = self._first(entry)
+            entries[key].intervals.append(decision.interval)
+        return list(entries.values())
 
-    def _say(self, decision: Decision) -> None:
-        log.info("%s %s: %s serves (%s)", self.op.name, self.key, decision.variant.id, decision.source)
-        for text in decision.extrapolated:
-            if text not in self._said:
-                self._said.add(text)
-                log.warning("%s %s: %s was not measured: %s", self.op.name, self.key, decision.variant.id, text)
+    def _miss(self, batch: int) -> _Entry:
+        for entry in self._entries:
+            if any(low <= max(batch, 1) and (high is None or batch <= high) for low, high in entry.intervals):
+                return self.table.setdefault(batch, entry)
+        raise AssertionError(f"no interval holds batch {batch}")
+
+    def _say(self) -> None:
+        """Once for a plan: what serves, what was passed over, and what was not measured."""
+        for entry in self._entries:
+            log.info("%s %s: %s serves (%s)", self.op.name, self.key, entry.variant.id, entry.decision.source)
+        decisions = [*(entry.decision for entry in self._entries), self.binding.choose(LARGEST_BATCH)]
+        for text in dict.fromkeys(text for decision in decisions for text in decision.passed_over):
+            log.warning("%s %s: %s", self.op.name, self.key, text)
+        for text in dict.fromkeys(text for decision in decisions for text in decision.extrapolated):
+            log.warning("%s %s: not measured: %s", self.op.name, self.key, text)
 
     def _first(self, entry: _Entry) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -233,10 +266,11 @@ class Plan:
                 self.warmup()  # a fallback replaces every variant of the row, so all of them are tried before one serves
             else:
                 self._prepare([entry])
-            if self._fallback is None:
+            if self._failed is None:
                 return entry.launch(*args, **kwargs)
-            self._fallback.calls += 1
-            return self._fallback.launch(*args, **kwargs)
+            result = self._entries[0].launch(*args, **kwargs)
+            self._entries[0].calls += 1
+            return result
 
         return launch
 
@@ -244,45 +278,59 @@ class Plan:
         """Compile variants by running them on made-up inputs: no caller's state is at risk.
 
         If one cannot run, all batches go to the row's fallback, since another class for some of them would let a batch
-        change bits. The static key alone picks the row, so a plan's entries are all of one.
+        change bits.
         """
-        launches = []
-        for entry in entries:
-            try:
-                launches.append(self._try(entry.variant))
-            except ContractError:
-                raise
-            except Exception as error:
+        launches = [launcher(self.binding.registry, entry.variant, self.facts) for entry in entries]
+        for entry, launch in zip(entries, launches, strict=True):
+            if error := self._try(entry.variant, launch):
                 self._fall_back(entry, error)
                 return
         for entry, launch in zip(entries, launches, strict=True):
-            entry.launch, entry.ready = launch, True
+            entry.launch, entry.ready = self._capturable(entry.variant, launch), True
 
     def _fall_back(self, failed: _Entry, error: Exception) -> None:
         fallback = failed.decision.fallback
         where = f"{self.op.name}: {failed.variant.id} of {failed.decision.source} for {self.key}"
         if fallback is None:
             raise WarmupError(f"{where} cannot run here and the row names no fallback: {_line(error)}") from error
-        try:
-            launch = self._try(fallback)
-        except Exception as second:
+        launch = launcher(self.binding.registry, fallback, self.facts)
+        if second := self._try(fallback, launch):
             text = f"{where} cannot run here ({_line(error)}), nor can its fallback {fallback.id}: {_line(second)}"
             raise WarmupError(text) from second
         log.warning("%s cannot run here, its fallback %s serves: %s", where, fallback.id, _line(error))
-        self._entries = {fallback.id: _Entry(failed.decision, fallback, launch, ready=True)}
-        self._fallback = self._entries[fallback.id]
+        self._dropped, self._failed = self._entries, (failed.variant, _line(error))
+        self._entries = [_Entry(failed.decision, fallback, self._capturable(fallback, launch), [(1, None)], ready=True)]
         self.table.clear()
 
-    def _try(self, variant: Variant) -> Callable[..., Any]:
-        launch = launcher(self.binding.registry, variant, self.facts)
-        torch_device = "cpu" if self.device.platform != "cuda" else f"cuda:{self.ordinal or 0}"
-        inputs = self.op.samples.make_inputs(Case("warmup", self.facts, 1), device=torch_device)
-        launch(**inputs)
-        if self.device.platform == "cuda":
-            import torch
+    def _capturable(self, variant: Variant, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """`launch`, or for a kernel that reads values back a word instead of the driver's error during a capture."""
+        if variant.kernel.capturable or self.device.platform != "cuda":
+            return launch
 
-            torch.cuda.synchronize(torch_device)
-        return launch
+        def outside_captures(*args: Any, **kwargs: Any) -> Any:
+            if _capturing():
+                raise NotCapturable(
+                    f"{self.op.name}: {variant.id} for {self.key} reads values back to the host, which a CUDA graph cannot "
+                    "capture; a row of the policy must name another kernel"
+                )
+            return launch(*args, **kwargs)
+
+        return outside_captures
+
+    def _try(self, variant: Variant, launch: Callable[..., Any]) -> Exception | None:
+        """Run it once on made-up inputs; what the launch raises. A mistake in the inputs themselves is raised."""
+        where = "cpu" if self.device.platform != "cuda" else f"cuda:{self.ordinal or 0}"
+        import torch
+
+        with torch.device("cpu"):  # whatever the engine's default device is
+            inputs = self.op.samples.make_inputs(Case("warmup", self.facts, 1), device=where)
+        try:
+            launch(**inputs)
+            if self.device.platform == "cuda":
+                torch.cuda.synchronize(where)
+        except Exception as error:
+            return error
+        return None
 
     def _mismatch(self, args: Mapping[str, Any]) -> None:
         """Called when the guard says no: raise what is wrong, or return when the key is the plan's after all."""
@@ -342,8 +390,9 @@ def _compile_run(plan: Plan, debug: bool, *, checked: bool) -> Callable[..., Any
         f"batch = {op.batch}.shape[0]",
         "entry = table.get(batch)",
         "if entry is None: entry = miss(batch)",
-        "entry.calls += 1",
-        f"return entry.launch({arguments})",
+        f"result = entry.launch({arguments})",
+        "entry.calls += entry.ready",  # not ready: a fallback took the call, and counts it
+        "return result",
     ]
     scope = {"guard": plan.guard, "mismatch": plan._mismatch, "miss": plan._miss, "table": plan.table, "validate": op.validate}
     return _function("run", "\n    ".join(lines), scope)
@@ -384,19 +433,26 @@ def shipped_policy() -> Path:
     """Where the dispatch.yaml that came with kernreg is: inside the wheel, or beside the package in a checkout."""
     package = Path(__file__).parent
     inside = package / "dispatch.yaml"
-    return inside if inside.exists() else package.parent / "dispatch.yaml"
+    beside = package.parent / "dispatch.yaml"
+    return beside if not inside.exists() and (package.parent / "pyproject.toml").exists() else inside
 
 
 @lru_cache(maxsize=1)
 def default_policy() -> Policy:
     """The dispatch.yaml that came with kernreg, read once."""
-    return policies.load(shipped_policy(), registries.default())
+    registry = registries.default()
+    if not registry.backends:
+        raise UnknownError(no_backends())
+    path = shipped_policy()
+    if not path.exists():
+        raise PolicyError(f"{path}: no such file: this installation of kernreg is incomplete")
+    return policies.load(path, registry)
 
 
 def bind(
     op: str | Op,
     *,
-    device: Device | str | int | None = None,
+    device: Device | torch.device | str | int | None = None,
     policy: Policy | str | os.PathLike[str] | None = None,
     registry: Registry | None = None,
     section: str | None = None,
@@ -416,7 +472,9 @@ def bind(
         ContractError: an unknown, missing or impossible fact.
         PolicyError: the policy is damaged or no kernel can serve.
     """
-    registry = registry or registries.default()
+    registry = registries.default() if registry is None else registry
+    if not isinstance(op, str | Op):
+        raise ContractError(f"op is {op!r}, wanted an op or its name")
     op = registry.op(op if isinstance(op, str) else op.name)
     if not isinstance(policy, Policy):
         policy = default_policy() if policy is None else policies.load(policy, registry)
@@ -433,9 +491,7 @@ def _bind(
 ) -> Plan:
     check_facts(op, facts)
     binding = Binding(op, facts, where[0], policy, registry, overrides(), section)
-    plan = Plan(binding, where[1], debug=os.environ.get(CHECK_VARIABLE, "") not in ("", "0"))
-    plan.variant(1)  # an unservable key fails here, not in the first step
-    return plan
+    return Plan(binding, where[1], debug=os.environ.get(CHECK_VARIABLE, "") not in ("", "0"))
 
 
 def complete(op: Op, facts: Mapping[str, Any]) -> dict[str, FactValue]:
@@ -443,21 +499,24 @@ def complete(op: Op, facts: Mapping[str, Any]) -> dict[str, FactValue]:
     return {name: check_fact(op, name, value) for name, value in op.complete(facts).items()}
 
 
-def _device(device: Device | str | int | None) -> tuple[Device, int | None]:
+def _device(device: object) -> tuple[Device, int | None]:
+    """A device as `bind` takes it -> who it is, and its CUDA ordinal if it is one of this machine."""
     if isinstance(device, Device):
         return device, None
+    if type(device).__name__ == "device" and hasattr(device, "type"):  # torch.device, without importing torch
+        device = str(device)
     if device in ("cpu", "interpreter"):
         return (Device.cpu() if device == "cpu" else Device.interpreter()), None
-    if isinstance(device, str) and device != "cuda":
-        kind, _, number = device.partition(":")
-        if kind != "cuda" or not number.isdigit():
-            raise ContractError(f"device is {device!r}, wanted 'cpu', 'cuda', 'cuda:N' or a Device")
-        device = int(number)
-    ordinal = device if isinstance(device, int) else _current_ordinal()
-    found = devices.current(ordinal)
+    number = re.fullmatch(r"cuda(?::([0-9]+))?", device) if isinstance(device, str) else None
+    if not (device is None or type(device) is int or number):
+        raise ContractError(f"device is {device!r}, wanted 'cpu', 'cuda', 'cuda:N', N, a torch.device or a Device")
+    asked = device if type(device) is int else None
+    if number and number[1]:
+        asked = int(number[1])
+    found = devices.current(_current_ordinal() if asked is None else asked)
     if device is not None and found.platform != "cuda":
         raise ContractError(f"device is {device!r}, but this machine has no such CUDA device")
-    return found, ordinal if found.platform == "cuda" else None
+    return found, (_current_ordinal() if asked is None else asked) if found.platform == "cuda" else None
 
 
 def _current_ordinal() -> int:
@@ -484,6 +543,13 @@ class _Unbound:
         forced = overrides()
         key = (device, forced, *facts.values())
         if key not in self.plans:
+            if device.type not in ("cuda", "cpu"):
+                raise ContractError(f"{self.op.name}: {next(iter(self.op.tensors))} is on {device}, wanted cuda or cpu")
+            if device.type == "cuda" and _capturing():
+                raise NotWarm(
+                    f"{self.op.name}: a CUDA graph is being captured and no plan is bound for {format_facts(facts.items())}; "
+                    "bind one and warm it up before the capture, or call the op once"
+                )
             where = _device(device.index if device.type == "cuda" else "cpu")
             self.plans[key] = _bind(self.op, facts, where, default_policy(), registries.default(), None)
         self.hints[hint] = self.plans[key]
@@ -495,8 +561,11 @@ def unbound(op: Op) -> Callable[..., Any]:
     state = _Unbound(op)
     arguments = argument_source(op)
     source = f"""def {op.name}({signature_source(op, {})}):
-    hint = ({_hint_source(op)})
-    plan = hints.get(hint)
+    try:
+        hint = ({_hint_source(op)})
+        plan = hints.get(hint)
+    except (AttributeError, TypeError):  # an argument is no tensor: the contract check says which
+        plan = hint = None
     if plan is None or not plan.guard({arguments}):
         plan = find(hint, {_dict_source(op)})
     return plan.go({arguments})
@@ -517,7 +586,7 @@ def _hint_source(op: Op) -> str:
     parts += [f"{first}.get_device()", f"{op.batch}.dtype"]
     for fact in op.facts.values():
         kind, *words = fact.source.split()
-        names = [word.partition("=")[2] for word in words] if kind == "which" else words
+        names = [n for word in words for n in word.partition("=")[2].split("+")] if kind == "which" else words
         parts += [f"{n} is None" for n in names if n and kind in ("has", "which")]
         parts += [n for n in names if kind == "arg"]
     return ", ".join(parts) + ","

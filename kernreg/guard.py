@@ -1,7 +1,7 @@
 """The contract check of the hot path: straight-line code, generated for one static key from the op's contract.
 
 Reading shapes and strides of a dozen tensors takes longer than the look-up that it guards, so pools, the tensors that an
-engine allocates once, are read once: a pool that passed is known again by its identity, its address and its size. The
+engine allocates once, are read once: a pool that passed is known again by its identity, address, size and strides. The
 tensors of a step, those with a batch or token dim, are read in every call.
 """
 
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kernreg.check import declared_values, expression_names, known_dims, signature_source
+from kernreg.check import declared_values, expression_names, known_dims, presence, signature_source
 from kernreg.contract import DTYPES, FactValue, Op, Tensor
 
 STEP_DIMS = frozenset({"B", "B1", "N"})
@@ -43,6 +43,7 @@ def guard_source(op: Op, facts: Mapping[str, FactValue], ordinal: int | None) ->
     pools = writer.pools
     body = [f"if {name} is {'None' if present else 'not None'}: return False" for name, present in writer.given.items()]
     body += [f"if {name} != {value!r}: return False" for name, value in declared_values(op, facts).items()]
+    body += [f"if {_wrong_type(name, kinds)}: return False" for name, kinds in op.scalars.items()]
     body += [f"device = {f'{next(iter(op.tensors))}.get_device()' if ordinal is None else ordinal}"]
     body += ["if device < 0: return False"] if ordinal is None else []
     read = [line for name in pools for line in writer.check(name)]
@@ -62,17 +63,26 @@ def guard_source(op: Op, facts: Mapping[str, FactValue], ordinal: int | None) ->
     )
 
 
+def _wrong_type(name: str, kinds: tuple[type, ...]) -> str:
+    named = [f"type({name}) is not {kind.__name__}" for kind in kinds if kind is not type(None)]
+    return " and ".join(([f"{name} is not None"] if type(None) in kinds else []) + named)
+
+
 def _function(signature: str, body: list[str]) -> list[str]:
     inner = [f"        {line}" for line in body]
     # a missing attribute, a wrong number of dims or an absent tensor's dim all mean: not this key
-    caught = "    except (AttributeError, TypeError, ValueError, NameError): return False"
+    caught = "    except (AttributeError, TypeError, ValueError, NameError, ZeroDivisionError): return False"
     return [f"def {signature}:", "    try:", *inner, caught]
 
 
 def _recognise(pools: list[str], free: str) -> list[str]:
     """Statements that read the pools unless they are known, and bind their free dims either way."""
-    same = [f"e[{i}]() is not {n} or e[{i + 1}] != {n}.data_ptr() or e[{i + 2}] != {n}.numel()" for i, n in _threes(pools)]
-    entry = ", ".join(f"_ref({name}), {name}.data_ptr(), {name}.numel()" for name in pools)
+    traits = ("data_ptr", "numel", "stride")
+    same = [
+        " or ".join([f"e[{4 * i}]() is not {n}", *(f"e[{4 * i + k}] != {n}.{t}()" for k, t in enumerate(traits, 1))])
+        for i, n in enumerate(pools)
+    ]
+    entry = ", ".join(f"_ref({name}), " + ", ".join(f"{name}.{trait}()" for trait in traits) for name in pools)
     return [
         f"e = _seen.get(id({pools[0]}))",
         f"if e is None or e[-1] != device or {' or '.join(same)}:",
@@ -84,17 +94,13 @@ def _recognise(pools: list[str], free: str) -> list[str]:
     ]
 
 
-def _threes(names: list[str]) -> list[tuple[int, str]]:
-    return [(3 * i, name) for i, name in enumerate(names)]
-
-
 class _Writer:
     """Writes the checks of one tensor after the other, and knows which dims are bound by then."""
 
     def __init__(self, op: Op, facts: Mapping[str, FactValue], elsewhere: str) -> None:
         self.op = op
         self.known = known_dims(op, facts)
-        self.given = _presence(op, facts)
+        self.given = presence(op, facts)
         self.tensors = [name for name in op.tensors if self.given.get(name, True)]
         self.certain = [name for name in self.tensors if name in self.given or name not in op.optional]
         self.pools = [name for name in self.certain if not STEP_DIMS & set(op.tensors[name].dims)]
@@ -140,25 +146,6 @@ class _Writer:
         open_ = [f"({e})" for e in self.op.where if not expression_names(e) <= set(self.known)]
         derived = [f"({n} := {e}) is not None" for n, e in self.op.derived.items() if n not in self.known]
         return " and ".join([*derived, *open_]) or "True"
-
-
-def _presence(op: Op, facts: Mapping[str, FactValue]) -> dict[str, bool]:
-    """Which optional arguments the key says are given, or not."""
-    given: dict[str, bool] = {}
-    for name, fact in op.facts.items():
-        kind, *words = fact.source.split()
-        if kind == "has":
-            given[words[0]] = bool(facts[name])
-        elif kind == "which":
-            for value, _, argument in (word.partition("=") for word in words):
-                if argument:
-                    given[argument] = value == facts[name]
-                if value == facts[name]:
-                    break
-    for names in op.together:
-        for name in names:
-            given |= {other: given[name] for other in names if name in given}
-    return given
 
 
 def _dtype_tests(op: Op, facts: Mapping[str, FactValue], names: list[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +93,7 @@ class Decision:
         and `ANY_DEVICE` where the row names no device.
     fallback: what the row takes when the variant cannot be compiled here; None if the row names none that can serve.
     extrapolated: in words, what about this query was not measured.
+    passed_over: in words, the pins and rows that matched first but could not serve, with the reason.
     considered: every kernel of the op with why it serves or not.
     """
 
@@ -107,6 +108,7 @@ class Decision:
     entry: Entry | None = None
     fallback: Variant | None = None
     extrapolated: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
     override: Override | None = None
 
     @property
@@ -253,6 +255,7 @@ class _Query:
     def follow(self) -> Decision:
         """What the file says."""
         notes: dict[str, str] = {}
+        passed: list[str] = []
         for rows in self.policy.tiers(self.op.name):
             fit = self.fit(rows)
             spot = Spot(fit[0].id if fit else None, self.device.arch, self.device.platform)
@@ -260,7 +263,9 @@ class _Query:
                 if row.matches(spot, self.facts):
                     refused = self.refused(row)
                     if not refused:
-                        return self.serve(row, fit if row.devices else None, notes)
+                        decision = self.serve(row, fit if row.devices else None, notes)
+                        return replace(decision, passed_over=tuple(passed))
+                    passed += [f"passed over {name}: {reason}" for name, reason in refused.items()]
                     notes = refused | notes
         raise self.nothing(f"no row of {self.policy.path} can serve", notes)
 
@@ -328,20 +333,19 @@ class _Query:
         if not row.measured:
             yield "the row, which records no measurement"
             return
-        yield from self.unmeasured_facts(row)
-        yield from self.unmeasured_batch(row)
+        # the area that comes nearest; one that covers the key says only what it knows of the batch
+        yield from min((tuple(self.outside(row, area)) for area in row.measured), key=len)
 
-    def unmeasured_facts(self, row: Row) -> Iterator[str]:
+    def outside(self, row: Row, area: Mapping[str, tuple[FactValue, ...]]) -> Iterator[str]:
+        """What about the query is not in one measured area."""
         named = {c.key: c.values for c in row.when}
         for name, value in self.facts.items():
             default = self.op.facts[name].default
-            covered = row.measured.get(name) or named.get(name) or (() if default is None else (default,))
+            covered = area.get(name) or named.get(name) or (() if default is None else (default,))
             if not among(value, covered):
                 known = values_text("", covered, ", ")[1:] or "not recorded"
                 yield f"{values_text(name, [value], '')} (measured: {known})"
-
-    def unmeasured_batch(self, row: Row) -> Iterator[str]:
-        measured = [int(value) for value in row.measured.get("batch", ())]
+        measured = [int(value) for value in area.get("batch", ())]
         if not measured:
             yield "any batch (measured: not recorded)"
         elif self.batch > max(measured):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -95,8 +95,8 @@ class Row:
 
     kind: "row", "pin" or "otherwise".
     numerics: id of the class; every row with a list of batches has one.
-    measured: values that the measurements cover, by fact, and batches. A fact that is in neither `measured` nor `when`
-        was measured at its default.
+    measured: areas that the measurements cover: in each, all combinations of the listed facts and batches were timed. A fact
+        that is in neither the area nor `when` was measured at its default.
     regret: worst time of this row's variant over that of the best, over the measured cells.
     """
 
@@ -106,7 +106,7 @@ class Row:
     entries: tuple[Entry, ...]
     place: Place
     numerics: str | None = None
-    measured: Mapping[str, tuple[FactValue, ...]] = field(default_factory=dict)
+    measured: tuple[Mapping[str, tuple[FactValue, ...]], ...] = ()
     regret: float | None = None
     fallback: Use | None = None
     stale: bool = False
@@ -238,7 +238,7 @@ def _row(op: str, node: Node) -> Row:
         entries,
         node.place,
         numerics=fields["class"].text() if "class" in fields else None,
-        measured=_measured(fields["measured"]) if "measured" in fields else {},
+        measured=_measured(fields["measured"]) if "measured" in fields else (),
         regret=fields["regret"].number(1) if "regret" in fields else None,
         fallback=_use(fields["fallback"].fields(("use",), ("config",))) if "fallback" in fields else None,
         stale=fields["stale"].flag() if "stale" in fields else False,
@@ -318,7 +318,12 @@ def _condition(key: str, node: Node) -> Condition:
     return Condition(key, tuple(map(_value, nodes)), node.named, tuple(child.place for child in nodes))
 
 
-def _measured(node: Node) -> Mapping[str, tuple[FactValue, ...]]:
+def _measured(node: Node) -> tuple[Mapping[str, tuple[FactValue, ...]], ...]:
+    """One area or a list of them."""
+    return tuple(map(_area, node.value if isinstance(node.value, tuple) else (node,)))
+
+
+def _area(node: Node) -> Mapping[str, tuple[FactValue, ...]]:
     found = node.mapping()
     for child in _several(found["batch"]) if "batch" in found else ():
         child.integer(1)

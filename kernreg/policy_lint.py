@@ -71,7 +71,7 @@ def _row_problems(policy: Policy, registry: Registry, row: Row) -> Iterator[Prob
         yield Problem("error", error, row.fallback.place)
     for condition in row.when:
         yield from _condition_problems(policy, op, condition)
-    for name, values in row.measured.items():
+    for name, values in (item for area in row.measured for item in area.items()):
         for value in values if name != "batch" else ():
             if error := _fact_error(op, name, value):
                 yield Problem("error", f"measured: {error}", row.place)

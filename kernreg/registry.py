@@ -10,17 +10,19 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from kernreg import ops as builtin_ops
 from kernreg.contract import Backend, Kernel, Op, RegistrationError
-from kernreg.source import kernel_digest
+from kernreg.source import kernel_digest, module_digest
 
 GROUP = "kernreg.backends"
+LIBRARIES = frozenset({"torch", "triton", "numpy", "kernreg"})  # not searched for self-tuning kernels
 
 
 class UnknownError(LookupError):
@@ -41,10 +43,13 @@ class Registry:
 
     def add_op(self, op: Op) -> None:
         """Register a contract; the same one again is fine, another one of that name is refused."""
-        if self.ops.setdefault(op.name, op) is not op:
-            raise RegistrationError(
-                f"op {op.name!r} is defined twice: in {self.ops[op.name].__module__} and in {op.__module__}"
-            )
+        self._check_op(op)
+        self.ops[op.name] = op
+
+    def _check_op(self, op: Op) -> None:
+        held = self.ops.get(op.name, op)
+        if held is not op:
+            raise RegistrationError(f"op {op.name!r} is defined twice: in {held.__module__} and in {op.__module__}")
 
     def add(self, backend: Backend) -> None:
         """Register a backend with its kernels, all of them or none.
@@ -62,7 +67,8 @@ class Registry:
             if seen.setdefault((kernel.op, kernel.name), kernel) != kernel:
                 raise RegistrationError(f"backend {backend.name!r} lists {kernel.name} for {kernel.op} twice, differently")
         for op in backend.ops:
-            self.add_op(op)
+            self._check_op(op)
+        self.ops |= {op.name: op for op in backend.ops}
         self.backends[backend.name] = backend
         for kernel in seen.values():
             self._kernels.setdefault(kernel.op, {})[kernel.name] = kernel
@@ -97,7 +103,7 @@ class Registry:
         """The kernel `name` of `op`, or UnknownError."""
         kernels = self._kernels.get(self.op(op).name, {})
         if name not in kernels:
-            raise UnknownError(f"{op} has no kernel {name!r} (it has {', '.join(sorted(kernels)) or no_backends()})")
+            raise UnknownError(f"{op} has no kernel {name!r} (it has {', '.join(sorted(kernels)) or f'none: {no_backends()}'})")
         return kernels[name]
 
     def missing(self, kernel: Kernel) -> str | None:
@@ -130,14 +136,29 @@ class Registry:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over every row's metadata: equal where the same choice is offered."""
+        """SHA-256 over all that a choice reads here: contracts, rows, the code of their predicates, what is not installed."""
         total = hashlib.sha256()
-        for op in sorted(self.ops):
-            for kernel in self.kernels(op):
-                config = sorted((name, [repr(v) for v in values]) for name, values in kernel.config.items())
-                default = sorted((name, repr(value)) for name, value in kernel.default.items())
-                total.update(repr((op, kernel.name, kernel.target, config, default)).encode())
+        for name, op in sorted(self.ops.items()):
+            total.update(op.fingerprint.encode())
+            for kernel in self.kernels(name):
+                total.update(repr((_row(kernel), self.missing(kernel))).encode())
         return total.hexdigest()
+
+
+def _row(kernel: Kernel) -> tuple[object, ...]:
+    """A kernel's metadata in a form that is the same in every process."""
+    config = sorted((name, [repr(v) for v in values]) for name, values in kernel.config.items())
+    default = sorted((name, repr(value)) for name, value in kernel.default.items())
+    why_not = kernel.why_not
+    names = (why_not.__module__, getattr(why_not, "__qualname__", type(why_not).__qualname__))
+    return kernel.op, kernel.name, kernel.target, kernel.sources, config, default, names, _predicate_digest(names[0])
+
+
+def _predicate_digest(module: str) -> str:
+    try:
+        return module_digest(module)
+    except ModuleNotFoundError:
+        return "no source"  # typed in at a prompt, or a test's module
 
 
 def check_signature(op: Op, kernel: Kernel, target: Callable[..., Any]) -> None:
@@ -170,8 +191,7 @@ def _spell(parameter: inspect.Parameter) -> str:
 
 def check_no_autotune(kernel: Kernel, target: Callable[..., Any]) -> None:
     """Refuse a target that reaches a kernel tuned while it serves: its first calls would run an in-place op many times."""
-    package = kernel.target.partition(":")[0].partition(".")[0]
-    for name, value in _reachable(target, package):
+    for name, value in _reachable(target):
         kind = type(value)
         if kind.__name__ == "Autotuner" and kind.__module__.startswith("triton."):
             raise RegistrationError(
@@ -180,31 +200,61 @@ def check_no_autotune(kernel: Kernel, target: Callable[..., Any]) -> None:
             )
 
 
-def _reachable(target: object, package: str) -> Iterator[tuple[str, object]]:
-    """Everything that a function of `package` names, directly or through other functions and kernels of the package."""
+def _reachable(target: object) -> Iterator[tuple[str, object]]:
+    """Everything that a function names, directly or through other functions, kernels and containers, outside of libraries."""
     seen: set[int] = set()
     stack: list[tuple[str, object]] = [(getattr(target, "__name__", "target"), target)]
     while stack:
         name, value = stack.pop()
-        if id(value) in seen:
+        if id(value) in seen or _library(value):
             continue
         seen.add(id(value))
         yield name, value
-        inner = (getattr(value, attribute, None) for attribute in ("fn", "func", "__wrapped__"))
-        stack.extend((name, i) for i in inner if callable(i))
-        if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == package:
-            cells = [c.cell_contents for c in value.__closure__ or ()]
-            stack.extend((getattr(c, "__name__", "a closure"), c) for c in cells)
-            stack.extend(_named(value, package))
+        stack.extend(_inside(name, value))
 
 
-def _named(function: FunctionType, package: str) -> Iterator[tuple[str, object]]:
+def _library(value: object) -> bool:
+    if not isinstance(value, FunctionType | type | ModuleType):
+        return False
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    top = (name or "").partition(".")[0]
+    return top in LIBRARIES or top in sys.stdlib_module_names
+
+
+def _inside(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{name}[..]", item) for item in value)
+    elif isinstance(value, type):
+        yield from ((f"{name}.{key}", item) for key, item in vars(value).items())
+    elif isinstance(value, partial):
+        yield from ((name, item) for item in (value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, FunctionType):
+        yield from _named(value)
+    else:
+        inner = (vars(value).get(attribute) for attribute in ("fn", "__wrapped__") if hasattr(value, "__dict__"))
+        yield from ((name, item) for item in inner if callable(item))
+
+
+def _named(function: FunctionType) -> Iterator[tuple[str, object]]:
+    yield from ((getattr(c, "__name__", "a closure"), c) for c in _cells(function))
+    if hasattr(function, "__wrapped__"):
+        yield function.__name__, function.__wrapped__
     names = set(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
         yield name, value
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] == package:
-            yield from ((f"{name}.{inner}", getattr(value, inner)) for inner in names if hasattr(value, inner))
+        if isinstance(value, ModuleType) and not _library(value):
+            yield from ((f"{name}.{inner}", vars(value)[inner]) for inner in names if inner in vars(value))
+
+
+def _cells(function: FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -216,7 +266,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def no_backends() -> str:
     """What to say when nothing is registered."""
-    return "none: no backend is installed; in a checkout run 'pip install -e .' first"
+    return "no backend is installed; in a checkout run 'pip install -e .' first"
 
 
 @lru_cache(maxsize=1)
@@ -231,7 +281,11 @@ def default() -> Registry:
 
 
 def _backend(entry: EntryPoint) -> Backend:
-    backend = entry.load()
+    try:
+        backend = entry.load()
+    except Exception as error:
+        text = f"entry point {entry.name} = {entry.value} cannot be loaded: {type(error).__name__}: {error}"
+        raise RegistrationError(text) from error
     if not isinstance(backend, Backend):
         raise RegistrationError(f"entry point {entry.name} = {entry.value} names {type(backend).__name__}, wanted a Backend")
     if backend.name != entry.name:

@@ -95,12 +95,16 @@ def test_a_broken_tensor_is_refused_by_both_paths_or_by_neither(op: Op, breaker:
         ({"state": None}, r"gdn_ring_commit: state is None, wanted a tensor \[NL S HV V K\]"),
         ({"write_pos": 3}, r"write_pos is a int, wanted a tensor"),
         ({"slots": torch.zeros(1, 1, dtype=torch.int32)}, r"slots has shape \[1, 1\], wanted \[B\]"),
-        ({"accept": 1}, r"accept, track_slots, track_step come together or not at all; track_slots, track_step is None"),
+        ({"accept": 1}, r"accept, track_slots, track_step come together or not at all, wanted track_slots, track_step too"),
         ({"write_pos": torch.zeros(3, dtype=torch.int64)}, r"write_pos .*wanted"),
         ({"folding": "never"}, r"folding is 'never', wanted every or lazy"),
+        ({"folding": None}, r"folding is None, wanted str"),
+        ({"null_slot": None}, r"null_slot is None, wanted int"),
+        ({"null_slot": 0.5}, r"null_slot is 0\.5, wanted int"),
+        ({"null_slot": True}, r"null_slot is True, wanted int"),
         (
             {"ring_u_low": None, "ring_k_low": torch.zeros(1)},
-            r"ring_u_low, ring_k_low come together or not at all; ring_u_low is None",
+            r"ring_u_low, ring_k_low come together or not at all, wanted ring_u_low too",
         ),
     ],
 )
@@ -131,9 +135,9 @@ def make(**sizes: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"HV": 5}, r"HV is 5, H is 2; wanted HV % H == 0"),
-        ({"L": 24}, r"L is 24; wanted L >= 16"),
-        ({"L": 8}, r"L is 8; wanted L >= 16"),
+        ({"HV": 5}, r"HV \(a dim of state\) is 5, H \(a dim of ring_k\) is 2; wanted HV % H == 0"),
+        ({"L": 24}, r"L \(a dim of ring_u\) is 24; wanted L >= 16"),
+        ({"L": 8}, r"L \(a dim of ring_u\) is 8; wanted L >= 16"),
     ],
 )
 def test_conditions_between_dims(sizes: dict[str, int], message: str) -> None:
@@ -167,7 +171,10 @@ def test_a_pool_that_is_known_is_read_again_when_it_moves_or_changes(op: Op) -> 
         kept = args[name].clone()
         swapped = {**args, name: kept}
         check(**swapped)
-        kept.data = kept[..., :-1]
+        if kept.ndim > 1:
+            kept.transpose_(-1, -2)
+            assert not check(**swapped), name
+        kept.data = args[name].clone()[..., :-1]
         assert not check(**swapped), name
         assert check(**args) == first
 
@@ -190,6 +197,8 @@ def test_index_fact_spells_a_mixture_in_signature_order() -> None:
         ("low", 1, "wanted true or false"),
         ("state", "fp8", "wanted bf16 or f32 or f64"),
         ("folding", "never", "wanted every or lazy"),
+        ("index", "banana", "wanted i32, i64, or one for each index tensor"),
+        ("k_dim", 0, "is 0, wanted 1 or more"),
     ],
 )
 def test_facts_are_typed(name: str, value: object, message: str) -> None:
@@ -197,9 +206,26 @@ def test_facts_are_typed(name: str, value: object, message: str) -> None:
         check_fact(ops.gdn_ring_commit, name, value)
 
 
+def test_low_parts_belong_to_16_bit_rings() -> None:
+    args = make()
+    args |= {"ring_u_low": torch.zeros_like(args["ring_u"]), "ring_k_low": torch.zeros_like(args["ring_k"])}
+    with pytest.raises(ContractError, match=r"wanted ring_u_low is None or ring_u\.element_size\(\) == 2"):
+        facts_of(ops.gdn_ring_commit, args)
+
+
+def test_a_mixed_qkv_without_room_for_q_and_k_is_refused() -> None:
+    case = ops.kda_chain_verify.samples.cases[0]
+    args = full(ops.kda_chain_verify, ops.kda_chain_verify.samples.make_inputs(case))
+    width = args["state"].shape[1] * args["state"].shape[2]
+    args["mixed_qkv"], args["conv_weight"] = args["mixed_qkv"][:, :width], args["conv_weight"][:width].contiguous()
+    args["conv_state"], args["windows"] = args["conv_state"][:, :width], args["windows"][:, :, :width]
+    with pytest.raises(ContractError, match=r"wanted H >= 1|ring_k has shape"):
+        facts_of(ops.kda_chain_verify, args)
+
+
 def test_impossible_keys_are_refused_before_any_tensor() -> None:
     case = ops.gdn_ring_commit.samples.cases[0]
-    with pytest.raises(ContractError, match="L is 24; wanted"):
+    with pytest.raises(ContractError, match=r"L \(a dim of ring_u\) is 24; wanted"):
         check_facts(ops.gdn_ring_commit, {**case.facts, "ring": 24})
-    with pytest.raises(ContractError, match="HV is 5, H is 2"):
+    with pytest.raises(ContractError, match=r"HV \(a dim of state\) is 5"):
         check_facts(ops.gdn_ring_commit, {**case.facts, "heads": "5/2"})

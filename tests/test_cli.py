@@ -292,7 +292,7 @@ class TestExplain:
             (["gdn_ring_commit", "ring=", "heads=1/1"], "cannot read 'ring=', wanted KEY=VALUE"),
             (["gdn_ring_commit", "ring=16", "ring=16"], "ring is given twice"),
             (["gdn_ring_commit", "ring=big", "heads=1/1"], "ring is 'big', wanted a whole number"),
-            (["gdn_ring_commit", "ring=20", "heads=1/1"], "L is 20; wanted L >= 16"),
+            (["gdn_ring_commit", "ring=20", "heads=1/1"], "L (a dim of ring_u) is 20; wanted L >= 16"),
             (["gdn_ring_commit", "ring=16", "heads=48"], "heads is '48', wanted value heads/key heads"),
             (["gdn_ring_commit", "ring=16", "heads=1/1", "low=maybe"], "low is 'maybe', wanted yes or no"),
             (["gdn_ring_commit", "ring=16", "heads=1/1", "state=bf61"], "state is 'bf61', wanted bf16 or f32"),

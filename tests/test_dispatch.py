@@ -47,6 +47,8 @@ ops:
         - {upto: 2, use: fake.small}
         - {upto: 8, use: fake.large, config: {BLOCK: 4}}
         - {upto: rest, use: fake.large, config: {BLOCK: 8}}
+    - when: {ring: 256}
+      use: fake.reads_back
     - otherwise: {use: fake.small}
 """
 
@@ -65,7 +67,9 @@ def other(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=
 
 def breaks(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1):
     CALLS.append("breaks")
-    raise RuntimeError("Internal Triton PTX codegen error\nand more")
+    write_pos += 1
+    fold += 1
+    raise getattr(sys.modules["fake_kernels"], "ERROR", RuntimeError("Internal Triton PTX codegen error\nand more"))
 
 
 @pytest.fixture
@@ -82,6 +86,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
         Kernel("gdn_ring_advance", "fake.large", "fake_kernels:large", why_not=only_16, **block),
         Kernel("gdn_ring_advance", "fake.breaks", "fake_kernels:breaks"),
         Kernel("gdn_ring_advance", "fake.other", "fake_kernels:other"),
+        Kernel("gdn_ring_advance", "fake.reads_back", "fake_kernels:other", capturable=False),
     )
     made.add(Backend("fake", rows))
     CALLS.clear()
@@ -175,11 +180,77 @@ def test_d15_without_a_fallback_warmup_refuses_and_names_the_row(bind: Any) -> N
     plan = bind(ring=64)
     with pytest.raises(WarmupError, match=r"fake\.breaks of test\.yaml:\d+ .*for ring=64.*PTX codegen error"):
         plan.warmup()
-    cursors = inputs(2, ring=64)
-    before = cursors["write_pos"].clone()
+    given = inputs(2, ring=64)
+    before = {name: given[name].clone() for name in ("write_pos", "fold")}
     with pytest.raises(WarmupError):
-        plan(**cursors)
-    assert torch.equal(cursors["write_pos"], before)
+        plan(**given)
+    for name, tensor in before.items():  # the kernel had written both before it failed, in made-up inputs
+        assert torch.equal(given[name], tensor), name
+    assert plan.served() == ()
+
+
+def test_d15_out_of_resources_takes_the_fallback_too(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    error = errors.OutOfResources(262144, 232448, "shared memory")
+    monkeypatch.setattr(sys.modules["fake_kernels"], "ERROR", error, raising=False)
+    plan = bind(ring=32).warmup()
+    decision = plan.explain(2)
+    assert decision.variant.id == plan.variant(2).id == "fake.small"
+    assert "out of resource: shared memory" in dict(decision.considered)["fake.breaks"]
+    assert "fallback" in dict(decision.considered)["fake.small"]
+
+
+def test_a_mistake_in_a_backend_is_not_taken_for_a_compile_error(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["fake_kernels"], "breaks", lambda write_pos: None)
+    with pytest.raises(kernreg.RegistrationError, match="argument 'fold' of the op is missing"):
+        bind(ring=32).warmup()
+
+
+def test_what_was_passed_over_or_not_measured_is_said_once_at_bind(
+    bind: Any, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = """schema: 1
+devices: {}
+ops:
+  gdn_ring_advance:
+    - {when: {ring: 16}, use: fake.small, measured: {batch: [1, 8]}}
+    - otherwise: {use: fake.small}
+pins:
+  - {op: gdn_ring_advance, when: {ring: 32}, use: fake.large, reason: "it was faster"}
+"""
+    loaded = policy.parse(row, "test.yaml")
+    with caplog.at_level(logging.WARNING, "kernreg"):
+        plan = dispatch.bind("gdn_ring_advance", policy=loaded, registry=registry, device="cpu", ring=16)
+        plan.variant(500)
+        plan.variant(501)
+        dispatch.bind("gdn_ring_advance", policy=loaded, registry=registry, device="cpu", ring=32)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("batches above 8" in text for text in said) == 1
+    assert sum("passed over fake.large" in text and "serves ring 16, not 32" in text for text in said) == 1
+
+
+def test_a_new_batch_asks_no_policy(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bind(**FACTS).warmup()
+    monkeypatch.setattr(policy, "choose", None)
+    assert [plan.variant(batch).id for batch in (0, 2, 3, 8, 9, 10**6)] == [
+        "fake.small",
+        "fake.small",
+        "fake.large[BLOCK=4]",
+        "fake.large[BLOCK=4]",
+        "fake.large[BLOCK=8]",
+        "fake.large[BLOCK=8]",
+    ]
+
+
+def test_a_kernel_that_reads_back_says_so_in_a_capture(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bind(ring=256)
+    monkeypatch.setattr(plan, "device", H200)
+    monkeypatch.setattr(plan, "_try", lambda variant, launch: None)
+    plan(**inputs(1, ring=256))
+    monkeypatch.setattr(dispatch, "_capturing", lambda: True)
+    with pytest.raises(kernreg.NotCapturable, match=r"fake\.reads_back for ring=256 .*cannot capture"):
+        plan(**inputs(1, ring=256))
+    assert [s.calls for s in plan.served()] == [1]
 
 
 def test_the_first_call_compiles_on_made_up_inputs(bind: Any) -> None:
@@ -201,10 +272,11 @@ def test_d17_a_miss_during_capture_raises_and_names_the_key(bind: Any, monkeypat
 
 
 def test_explain_gives_every_kernel_a_reason(bind: Any) -> None:
-    decision = bind(device=H200, ring=16).explain(2)
+    plan = bind(device=H200, ring=16)
+    decision = plan.explain(2)
     reasons = dict(decision.considered)
     assert decision.variant.id == "fake.small"
-    assert set(reasons) == {"fake.small", "fake.large", "fake.breaks", "fake.other"}
+    assert set(reasons) == {kernel.name for kernel in plan.binding.registry.kernels("gdn_ring_advance")}
     assert all(reasons.values())
     assert (decision.us, decision.next, decision.margin) == (1.0, 1.5, 0.5)
     refused = dict(bind(device=H200, ring=32).explain(2).considered)
@@ -216,6 +288,18 @@ def test_the_digest_is_of_the_policy_and_not_of_the_key(bind: Any, registry: Reg
     changed = policy.parse(POLICY.replace("upto: 8", "upto: 9"), "test.yaml")
     other = dispatch.bind("gdn_ring_advance", policy=changed, registry=registry, device="cpu", ring=16)
     assert other.digest != bind(ring=16).digest
+
+
+def test_ranks_with_different_heads_have_one_digest() -> None:
+    plans = [kernreg.bind("gdn_ring_commit", device=H200, ring=16, heads=heads) for heads in ("48/16", "24/8", "12/4")]
+    assert len({plan.digest for plan in plans}) == 1
+    assert len({plan.key for plan in plans}) == 3
+
+
+def test_the_digest_covers_what_decides(bind: Any, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = bind(**FACTS).digest
+    monkeypatch.setattr(registry, "missing", lambda kernel: "triton is not installed" if kernel.name == "fake.other" else None)
+    assert bind(**FACTS).digest != before
 
 
 def test_force_is_scoped_part_of_the_digest_and_leaves_bound_plans_alone(bind: Any) -> None:
@@ -243,12 +327,18 @@ def test_the_variable_reads_as_force_does(monkeypatch: pytest.MonkeyPatch) -> No
         Override("gdn_ring_commit", "triton.per_head"),
         Override(None, "torch"),
     )
+    assert parse_force("gdn_ring_commit = torch") == (Override("gdn_ring_commit", "torch"),)
     for bad in ("=torch", "gdn_ring_commit="):
         with pytest.raises(ValueError, match="wanted NAME or OP=NAME"):
             parse_force(bad)
     dispatch._environment_overrides.cache_clear()
     monkeypatch.setenv("KERNREG_FORCE", "torch")
     assert dispatch.overrides() == (Override(None, "torch"),)
+    for wrong in ("gdn_ring_comit=torch", "=x"):
+        dispatch._environment_overrides.cache_clear()
+        monkeypatch.setenv("KERNREG_FORCE", wrong)
+        with pytest.raises(kernreg.PolicyError, match="KERNREG_FORCE: "):
+            dispatch.overrides()
     dispatch._environment_overrides.cache_clear()
 
 
@@ -266,8 +356,11 @@ def test_a_key_that_is_not_whole_is_refused(bind: Any, given: dict[str, Any], me
 
 
 def test_devices_by_name(bind: Any) -> None:
-    with pytest.raises(ContractError, match="wanted 'cpu', 'cuda', 'cuda:N' or a Device"):
+    with pytest.raises(ContractError, match=r"wanted 'cpu', 'cuda', 'cuda:N', N, a torch\.device or a Device"):
         bind(device="tpu", **FACTS)
+    with pytest.raises(ContractError, match="device is True"):
+        bind(device=True, **FACTS)
+    assert bind(device=torch.device("cpu"), **FACTS).device == Device.cpu()
     if not torch.cuda.is_available():
         with pytest.raises(ContractError, match="no such CUDA device"):
             bind(device="cuda", **FACTS)
@@ -330,3 +423,38 @@ def test_an_unbound_call_that_breaks_the_contract_says_so() -> None:
     given["slots"] = given["slots"].float()
     with pytest.raises(ContractError, match="gdn_ring_commit: slots is f32, wanted i32 or i64"):
         kernreg.ops.gdn_ring_commit(**given)
+
+
+@pytest.mark.parametrize("op", [getattr(ops, name) for name in ops.__all__], ids=lambda op: op.name)
+def test_every_op_can_be_called_without_a_plan(op: kernreg.Op) -> None:
+    for case in op.samples.cases:
+        op(**op.samples.make_inputs(case))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [1], "x"])
+def test_an_unbound_call_with_something_else_for_a_tensor_says_so(wrong: object) -> None:
+    _, given = commit_case()
+    for name in ("state", "slots"):
+        with pytest.raises(ContractError, match=f"gdn_ring_commit: {name} is .*wanted a tensor"):
+            kernreg.ops.gdn_ring_commit(**{**given, name: wrong})
+
+
+def test_parameters_that_require_grad_leave_no_graph_behind() -> None:
+    op = ops.kda_chain_verify
+    given = op.samples.make_inputs(op.samples.cases[0])
+    given["A_log"].requires_grad_(True)
+    assert not op(**given).requires_grad
+    assert not given["ring_g"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("op", "facts", "message"),
+    [
+        ("gdn_ring_commit", {"ring": 16, "heads": "1/1", "ring_dtype": "f32", "low": True}, "element_size"),
+        ("kda_chain_verify", {"draft": 4, "heads": "1/1", "window": "tree", "mode": "ring"}, "parents is None or ring_k is None"),
+        ("gdn_ring_commit", {"ring": 16, "heads": "1/1", "index": "i32+i64+i32"}, "one for each of slots, rows"),
+    ],
+)
+def test_a_key_that_no_call_can_have_is_refused(op: str, facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        kernreg.bind(op, device="cpu", **facts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,48 @@ def test_the_checks_see_a_planted_fault(fault: str, mode: str) -> None:
         play(FAULTS[fault](kernels("reference")), mode, SAFE, "cpu")
 
 
+COMPILE = """
+import re, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernreg_triton.kda_chain_verify import VECTORS, _chain
+from kernreg_triton.kda_step import piece_width
+
+FP32 = {"p_A_log", "p_dt_bias", "p_state", "p_ring_g", "p_ring_beta", "p_records"}
+INDEX = {"p_slots", "p_conv_slots", "p_window_rows"}
+ABSENT = dict.fromkeys(("p_bias", "p_snapshots", "p_cu_seqlens", "p_parents"))
+
+def reduced(K, BV, num_warps, **stages):
+    constants = dict(T=4, H=1, HV=1, K=K, V=128, SAFE=True, RING=True, RAGGED=False, TREE=False, BIAS=False, ALIGNED=True,
+                     UNIT_ACT=8, UNIT_STATE=4, BV=BV, BW=BV, C=piece_width(K), TC=4, TP=4, **stages, **ABSENT)
+    kernel = _chain["aligned"]
+    names = list(kernel.arg_names)
+    kind = lambda n: "fp32" if n in FP32 else "i32" if n in INDEX else "bf16"
+    signature = {n: "constexpr" if n in constants else "*" + kind(n) if n.startswith("p_") else
+                 "fp32" if n in ("scale", "lower_bound") else "i64" for n in names}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in VECTORS if n not in constants}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    ir = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+    found = re.findall(r'tt.reduce"\\(.*?axis = (\\d).*?\\}\\) : \\(tensor<([0-9x]+)xf32', ir, re.S)
+    return [int(shape.split("x")[int(axis)]) for axis, shape in found]
+
+for K, BV, num_warps in ((128, 8, 1), (128, 32, 4), (64, 16, 2)):
+    print(*reduced(K, BV, num_warps, PREPARE=False, RECUR=True))
+print(*reduced(128, 16, 4, PREPARE=True, RECUR=True))
+"""
+
+
+def test_every_sum_in_the_compiled_kernels_is_a_sum_of_two() -> None:
+    """A sum of two has one order. Of more numbers, the compiler would choose one that follows tile, warps and chip."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [len(line.split()) for line in lines] == [8, 8, 8, 8 + 3 * 7]  # two sums of 4 levels; three of 7 in the first half
+    assert {size for line in lines for size in line.split()} == {"2"}
+
+
 # --- one call at a time -----------------------------------------------------------------------------------------------
 
 
@@ -198,24 +242,25 @@ def test_d02_nothing_accepted_leaves_the_convolution_as_it_was(name: str, device
 
 
 @pytest.mark.parametrize(("slots", "null"), [([0, -1, 2], -1), ([0, 0, 2], 0)], ids=["null=-1", "null=0"])
-@pytest.mark.parametrize("mode", ["ring", "snapshot"])
-def test_d03_padding_writes_nothing(name: str, mode: str, slots: list[int], null: int, device: str) -> None:
-    args = inputs(device, 3, {"mode": mode})
-    args |= {n: torch.tensor(slots, device=device) for n in ("slots", "conv_slots")} | {"null_slot": null}
+@pytest.mark.parametrize("padded_by", ["slots", "conv_slots"])
+def test_d03_padding_writes_nothing(name: str, padded_by: str, slots: list[int], null: int, device: str) -> None:
+    args = inputs(device, 3, {"mode": "ring" if padded_by == "slots" else "snapshot"})
+    args |= {n: torch.tensor([3, 1, 2], device=device) for n in ("slots", "conv_slots")}
+    args |= {padded_by: torch.tensor(slots, device=device), "null_slot": null}
     padded = [row for row, slot in enumerate(slots) if slot <= null]
+    live = [row for row in range(3) if row not in padded]
     for row in padded:
         for n in ("mixed_qkv", "a", "b"):
             args[n][row * 3 : row * 3 + 3] = 1e30
-    full, only = args, _inputs.copy_inputs(args)
-    o = verify(name, full)
-    live = [row for row in range(3) if row not in padded]
+    only = _inputs.copy_inputs(args)
+    o = verify(name, args)
     tokens = [row * 3 + t for row in live for t in range(3)]
     cut = {n: only[n][live] for n in ("slots", "conv_slots", "window_rows")}
     wanted = verify(name, only | cut | {n: only[n][tokens] for n in ("mixed_qkv", "a", "b")})
     assert same_bits(o[tokens], wanted)
     assert all(not o[row * 3 : row * 3 + 3].any() for row in padded)
     for n in WRITTEN:
-        assert full[n] is None or same_bits(full[n], only[n]), n
+        assert args[n] is None or same_bits(args[n], only[n]), n
 
 
 def wide_pool(values: torch.Tensor, pitch: int) -> torch.Tensor:

@@ -16,12 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def rows() -> list[tuple[Kernel, Case]]:
-    return [
-        (kernel, case)
-        for op in REGISTRY.ops
-        for kernel in REGISTRY.kernels(op)
-        for case in REGISTRY.op(op).samples.cases
-    ]
+    return [(kernel, case) for op in REGISTRY.ops for kernel in REGISTRY.kernels(op) for case in REGISTRY.op(op).samples.cases]
 
 
 @pytest.mark.parametrize(("kernel", "case"), [pytest.param(k, c, id=f"{k.op}-{k.name}-{c.id}") for k, c in rows()])

@@ -161,7 +161,7 @@ def test_a_file_is_read_as_it_stands() -> None:
     ]
     assert [e.span for e in row.entries] == ["batch 1-2", "batch 3-16", "batch 17 and more"]
     assert dict(row.entries[1].at) == {"heads": "48/16", "history": 4}
-    assert row.measured == {"heads": ("48/16", "12/4"), "batch": (1, 4, 8)}
+    assert row.measured == ({"heads": ("48/16", "12/4"), "batch": (1, 4, 8)},)
     pin = policy.pins[0]
     assert (pin.reason, pin.by, pin.when_text) == ("sums drift", "ann", "ring=32 track=yes")
     assert policy.ops["toy"][-1].when_text == "otherwise"

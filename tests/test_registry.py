@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
-from kernreg import Backend, Kernel, RegistrationError, Registry, UnknownError, ops
+from kernreg import Backend, Kernel, Op, RegistrationError, Registry, UnknownError, ops
+from kernreg.registry import default
 from kernreg.source import text_digest
 
 
@@ -50,6 +54,11 @@ def test_same_row_twice_is_fine_a_different_one_is_refused() -> None:
         with_rows(row(), row(target="elsewhere:f"))
 
 
+def replace_name(op: Op) -> Op:
+    """Another contract under the same name."""
+    return Op(op.function, tensors=op.tensors, dtypes=op.dtypes, mutates=op.mutates, facts=op.facts, batch=op.batch)
+
+
 def test_a_refused_backend_leaves_nothing_behind() -> None:
     registry = Registry()
     registry.add_op(ops.gdn_ring_advance)
@@ -57,6 +66,10 @@ def test_a_refused_backend_leaves_nothing_behind() -> None:
         registry.add(Backend("mine", (row(), row(op="no_such_op"))))
     assert registry.kernels("gdn_ring_advance") == ()
     assert registry.backends == {}
+    twin = replace_name(ops.gdn_ring_advance)
+    with pytest.raises(RegistrationError, match="op 'gdn_ring_advance' is defined twice"):
+        registry.add(Backend("mine", (), ops=(ops.gdn_ring_verify, twin)))
+    assert set(registry.ops) == {"gdn_ring_advance"}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +165,26 @@ def kernel(BLOCK: triton.language.constexpr):
 """
 
 
+HIDDEN = {
+    "in a dict": ('KERNELS["any"][(1,)]()', 'KERNELS = {"any": kernel}'),
+    "in a class": ("Box.kernel[(1,)]()", "class Box:\n    kernel = kernel"),
+    "in a partial": ("launch()", "import functools\nlaunch = functools.partial(print, kernel)"),
+    "in a list": ("KERNELS[0][(1,)]()", "KERNELS = [kernel]"),
+}
+
+
+@pytest.mark.parametrize("where", HIDDEN)
+def test_d17_a_hidden_kernel_that_tunes_itself_is_refused(tmp_path: Any, monkeypatch: Any, where: str) -> None:
+    pytest.importorskip("triton")
+    call, more = HIDDEN[where]
+    name = "hidden_" + where.replace(" ", "_")
+    (tmp_path / f"{name}.py").write_text(SELF_TUNED.replace("kernel[(1,)]()", call) + more + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = with_rows(row(target=f"{name}:advance"))
+    with pytest.raises(RegistrationError, match=r"carries @triton\.autotune"):
+        registry.load(registry.kernel("gdn_ring_advance", "mine.plain"))
+
+
 @pytest.mark.parametrize("called", [True, False])
 def test_d17_a_kernel_that_tunes_itself_online_is_refused(tmp_path: Any, monkeypatch: Any, called: bool) -> None:
     pytest.importorskip("triton")
@@ -176,7 +209,29 @@ def test_source_digest_ignores_comments_docstrings_and_layout() -> None:
     assert text_digest("x = 'a'") != text_digest("x = 'b'")
 
 
+def test_a_whole_backend_comes_in_through_its_entry_point(tmp_path: Any, monkeypatch: Any) -> None:
+    """tests/example_backend, with the metadata that installing it would write."""
+    source = pathlib.Path(__file__).parent / "example_backend"
+    info = tmp_path / "kernreg_example-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernreg-example\nVersion: 1.0\n")
+    entries = tomllib.loads((source / "pyproject.toml").read_text())["project"]["entry-points"]["kernreg.backends"]
+    (info / "entry_points.txt").write_text("[kernreg.backends]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(source / "src"))
+    registry = default.__wrapped__()
+    kernel = registry.kernel("gdn_ring_advance", "example.vectorised")
+    op = registry.op("gdn_ring_advance")
+    reference = registry.load(registry.kernel(op.name, "torch.reference"))
+    for case in op.samples.cases:
+        checks = op.samples.parity(registry.load(kernel), reference, op.samples.make_inputs(case))
+        assert all(check.ok for check in checks), case.id
+    assert kernel.why_not({"ring": 128}, None, {}) == "the example serves rings of up to 64"
+
+
 def test_registry_digest_follows_the_rows() -> None:
+    serves_less = with_rows(row(why_not=lambda facts, device, config: "no"))
+    assert with_rows(row()).digest != serves_less.digest
     assert with_rows(row()).digest == with_rows(row(), row()).digest
     assert with_rows(row()).digest != with_rows(row(target="elsewhere:f")).digest
     config = {"config": {"BV": (16, 32)}, "default": {"BV": 16}}
@@ -195,3 +250,12 @@ def test_a_checkout_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatc
     registry = module.default.__wrapped__()
     with pytest.raises(UnknownError, match=r"no backend is installed; in a checkout run 'pip install -e \.' first"):
         registry.kernel("gdn_ring_commit", "torch.reference")
+
+
+@pytest.mark.parametrize("value", ["no_such_module:BACKEND", "os:no_such_name", "os:path"])
+def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    import kernreg.registry as module
+
+    monkeypatch.setattr(module, "entry_points", lambda group: [EntryPoint("bad", value, group)])
+    with pytest.raises(RegistrationError, match=f"entry point bad = {value}"):
+        module.default.__wrapped__()

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from worker_tasks import sick, work
 
 from kernreg import ops
 from kernreg.contract import Backend, Kernel
@@ -619,26 +619,8 @@ def test_one_row_of_a_call_with_tokens() -> None:
 # --- workers
 
 
-def _work(task: str, note: Callable[[str], None]) -> str:
-    note(f"on {task}")
-    match task:
-        case "dies":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case "exits":
-            os._exit(7)
-        case "hangs":
-            time.sleep(60)
-        case "raises":
-            raise ValueError("no")
-    return f"{task} done"
-
-
-def _sick() -> bool:
-    return False
-
-
 def test_a_crash_costs_its_task_only() -> None:
-    workers = Workers(_work, count=2, timeout=120)
+    workers = Workers(work, count=2, timeout=120)
     try:
         values = dict(workers.map(["a", "dies", "exits", "b", "raises", "c"]))
     finally:
@@ -650,7 +632,7 @@ def test_a_crash_costs_its_task_only() -> None:
 
 
 def test_a_task_that_hangs_is_ended() -> None:
-    workers = Workers(_work, count=1, timeout=3)
+    workers = Workers(work, count=1, timeout=3)
     assert workers.run("hangs").reason == "no answer within 3 s"
     workers.timeout = 120
     assert workers.run("a") == "a done"
@@ -658,7 +640,7 @@ def test_a_task_that_hangs_is_ended() -> None:
 
 
 def test_a_process_that_is_no_longer_healthy_is_replaced() -> None:
-    workers = Workers(_work, count=1, timeout=30, healthy=_sick)
+    workers = Workers(work, count=1, timeout=30, healthy=sick)
     try:
         assert workers.run("a") == "a done"
         assert workers._idle == [] and workers._busy == []

@@ -24,6 +24,7 @@ BACKEND = Backend(
             name="torch.reference",
             target=f"kernreg_torch.{op}:{op}",
             sources=("kernreg_torch._shared",),
+            capturable=False,
             doc="the contract as a loop over rows and tokens",
         )
         for op in OPS

@@ -7,6 +7,7 @@ import torch
 from kernreg_torch import _shared
 
 
+@torch.no_grad()
 def conv_window_commit(
     conv_state: torch.Tensor,
     windows: torch.Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 
+@torch.no_grad()
 def gdn_ring_advance(
     write_pos: torch.Tensor,
     fold: torch.Tensor,

@@ -7,6 +7,7 @@ import torch
 from kernreg_torch import _shared
 
 
+@torch.no_grad()
 def gdn_ring_commit(
     state: torch.Tensor,
     ring_u: torch.Tensor,

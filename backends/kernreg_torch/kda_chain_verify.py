@@ -9,6 +9,7 @@ import torch
 from kernreg_torch import _shared
 
 
+@torch.no_grad()
 def kda_chain_verify(
     mixed_qkv: torch.Tensor,
     conv_weight: torch.Tensor,

@@ -7,6 +7,7 @@ import torch
 from kernreg_torch import _shared
 
 
+@torch.no_grad()
 def kda_snapshot_commit(
     state: torch.Tensor,
     snapshots: torch.Tensor,

@@ -36,7 +36,8 @@ def _copy(
     stride_steps_l: tl.int64, stride_steps_r: tl.int64, stride_steps_t: tl.int64, stride_steps_n: tl.int64,
     stride_steps_m: tl.int64, stride_slots: tl.int64, stride_rows: tl.int64, stride_accept: tl.int64,
     stride_track_slots: tl.int64, stride_track_step: tl.int64,
-    T: tl.constexpr, N: tl.constexpr, M: tl.constexpr, TRACK: tl.constexpr, ALIGNED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    T: tl.constexpr, N: tl.constexpr, M: tl.constexpr, TRACK: tl.constexpr,
+    ALIGNED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """pool[:, slot] = steps[:, row, accept - 1], each [N, M]; one program for each layer, row and BLOCK of M."""
     NM: tl.constexpr = (M + BLOCK - 1) // BLOCK

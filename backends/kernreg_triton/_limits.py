@@ -39,15 +39,32 @@ def gdn_ring_commit(facts: Facts, device: Device, config: Config) -> str | None:
 
 
 def whole_ring(facts: Facts, device: Device, config: Config) -> str | None:
-    """The whole ring is one product, held in registers and shared memory."""
-    if isinstance(facts["ring"], int) and facts["ring"] > 128:
-        return f"holds a ring of up to 128 records at once, got {facts['ring']}"
+    """The keys of the whole ring are one operand: they pass through the registers at once."""
+    keys_of_ring = _number(facts["ring"]) * _number(facts["k_dim"])
+    if keys_of_ring > 2048 * _number(config["num_warps"]):
+        return f"num_warps={config['num_warps']} cannot hold ring={facts['ring']} keys of k_dim={facts['k_dim']} at once"
     return gdn_ring_commit(facts, device, config)
+
+
+def tile_in_registers(facts: Facts, device: Device, config: Config) -> str | None:
+    """A thread's part of a [BV, k_dim] tile: beyond 128 elements it spills; below 32 four warps do."""
+    elements = _elements(facts, config)
+    if elements > 128 or (elements < 32 and _number(config["num_warps"]) > 4):
+        return f"BV={config['BV']} gives a thread {elements} elements of a tile; 32 to 128 are sensible"
+    return gdn_ring_commit(facts, device, config)
+
+
+def _elements(facts: Facts, config: Config) -> int:
+    return _number(config["BV"]) * _number(facts["k_dim"]) // (32 * _number(config["num_warps"]))
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 # (columns a tile, tiles a program, pipeline stages, registers): one tile for few rows, many for full chips
 _VERIFY_SHAPES = (
-    *((16, 1, 1, 168), (32, 1, 1, 168)),
+    *((16, 1, 1, 255), (32, 1, 1, 255)),
     *((32, 2, 1, 168), (32, 2, 3, 168), (16, 4, 3, 128)),
     *((32, 4, 1, 128), (32, 4, 1, 168), (32, 4, 3, 128), (32, 4, 3, 168)),
     *((16, 8, 3, 128), (16, 8, 3, 168)),
@@ -70,13 +87,21 @@ def gdn_ring_advance(facts: Facts, device: Device, config: Config) -> str | None
 
 
 def kda(facts: Facts, device: Device, config: Config) -> str | None:
-    return where(facts, device) or keys(facts)
+    return where(facts, device) or keys(facts) or _tile_fits(facts, config)
 
 
 def kda_fused(facts: Facts, device: Device, config: Config) -> str | None:
     if facts["window"] != "chain":
         return f"serves windows of exactly T tokens in a chain, got window={facts['window']}"
     return kda(facts, device, config)
+
+
+def _tile_fits(facts: Facts, config: Config) -> str | None:
+    """A tile of the state stays in registers: at most 128 numbers a thread."""
+    tile = int(config["BV"]) * int(facts["k_dim"])
+    if tile > 128 * 32 * int(config["num_warps"]):
+        return f"a tile of {config['BV']} x {facts['k_dim']} needs more than {config['num_warps']} warps"
+    return None
 
 
 def kda_copy(facts: Facts, device: Device, config: Config) -> str | None:

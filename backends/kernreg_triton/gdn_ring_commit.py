@@ -4,11 +4,12 @@ Four ways through one sum, S' = S exp(P_n) + sum_j exp(P_n - P_j) u_j k_j^T, the
 
 - `per_head`: one program per value head and V tile, the whole ring in one product;
 - `head_group`: a program serves the value heads of one key head, 16 records a product;
-- `sequential`: rank-1 updates in fp32 over the records that are there, state tiles streamed through the layers;
-- `by_history`: `sequential` for short histories, products of LONG records for long ones.
+- `sequential`: rank-1 updates in fp32, only over the records that are there;
+- `by_history`: `sequential` up to 8 records, products of 32 beyond; what a row takes depends on its own history only.
 
 The weight of a record is exp of the sum of g *behind* it, never a difference of prefix sums: recent records keep full
-precision however strongly older ones have decayed. Products run on bf16 high and low parts with fp32 accumulation.
+precision however strongly older ones have decayed. Products run on bf16 high and low parts with fp32 accumulation. Records
+that are not there are masked where they are loaded, so what they hold never enters arithmetic.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _finish(
     stride_accept: tl.int64, stride_track_slots: tl.int64, stride_track_step: tl.int64,
     L: tl.constexpr, HAS_TRACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cursors of folded rows: base moves on by n, n and the flag become 0. A launch of its own: every program above reads them."""
+    """Cursors of folded rows: base moves on by n, n and the flag become 0. A launch of its own, as all programs above read them."""
     o_b = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i_b = tl.minimum(o_b, B - 1)
     _, row, m_row = _locate(i_b, p_slots, p_rows, stride_slots, stride_rows, S, R, null_slot)
@@ -103,14 +104,30 @@ def _weights(p_g, base, o_j, n, L: tl.constexpr):
 
 
 @triton.jit
-def _add_products(b_s, b_u, b_k_high, b_k_low, KEY_LOW: tl.constexpr, DOT: tl.constexpr):
-    """b_s [BV, K] + b_u^T b_k over the records, b_u [records, BV] in fp32 and b_k [records, K] as high and low parts."""
+def _add_products(
+    b_s, b_u, p_k, p_k_low, o, m, LOW: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """b_s [BV, K] + b_u^T k over a block of records: b_u [records, BV] in fp32, k [records, K] at offsets o, zero outside m.
+
+    Keys that are stored as DOT parts are loaded one part at a time, which halves the registers that they need.
+    """
     b_u_high, b_u_low = split(b_u, DOT)
-    if KEY_LOW:
-        b_s = tl.dot(tl.trans(b_u_low), b_k_low, b_s)
-        b_s = tl.dot(tl.trans(b_u_high), b_k_low, b_s)
-    b_s = tl.dot(tl.trans(b_u_low), b_k_high, b_s)
-    return tl.dot(tl.trans(b_u_high), b_k_high, b_s)
+    b_u_high, b_u_low = tl.trans(b_u_high), tl.trans(b_u_low)
+    if p_k.dtype.element_ty == DOT:
+        b_k = tl.load(p_k + o, mask=m, other=0.0)
+        b_s = tl.dot(b_u_low, b_k, b_s)
+        b_s = tl.dot(b_u_high, b_k, b_s)
+        if LOW:
+            b_k = tl.load(p_k_low + o, mask=m, other=0.0)
+            b_s = tl.dot(b_u_low, b_k, b_s)
+            b_s = tl.dot(b_u_high, b_k, b_s)
+    else:
+        b_k, b_k_low = split(load_wide(p_k, p_k_low, o, m, LOW), DOT)
+        b_s = tl.dot(b_u_low, b_k, b_s)
+        b_s = tl.dot(b_u_high, b_k, b_s)
+        b_s = tl.dot(b_u_low, b_k_low, b_s)
+        b_s = tl.dot(b_u_high, b_k_low, b_s)
+    return b_s
 
 
 # --- per_head
@@ -119,7 +136,7 @@ def _add_products(b_s, b_u, b_k_high, b_k_low, KEY_LOW: tl.constexpr, DOT: tl.co
 @triton.jit
 def _fold_ring(
     b_s, n, base, p_u, p_u_low, p_k, p_k_low, p_g, o_v, m_v, o_k,
-    L: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LOW: tl.constexpr, KEY_LOW: tl.constexpr, DOT: tl.constexpr,
+    L: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """b_s [BV, K] fp32 folded with records 0 .. n-1; positions past them are not read."""
     o_j = tl.arange(0, L)
@@ -127,8 +144,7 @@ def _fold_ring(
     o_r = ((base + o_j) & (L - 1))[:, None]
     b_w, total = _weights(p_g, base, o_j, n, L)
     b_u = load_wide(p_u, p_u_low, o_r * V + o_v[None, :], m_j & m_v[None, :], LOW) * b_w[:, None]  # [L, BV]
-    b_k_high, b_k_low = load_parts(p_k, p_k_low, o_r * K + o_k[None, :], m_j & (o_k < K)[None, :], LOW, DOT)  # [L, K]
-    return _add_products(b_s * total, b_u, b_k_high, b_k_low, KEY_LOW, DOT)
+    return _add_products(b_s * total, b_u, p_k, p_k_low, o_r * K + o_k[None, :], m_j & (o_k < K)[None, :], LOW, DOT)
 
 
 @jit(vectors=VECTORS)
@@ -146,7 +162,6 @@ def _per_head(
 ):  # fmt: skip
     """A program folds one [BV, K] tile; grid (B * HV * V tiles, NL)."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    KEY_LOW: tl.constexpr = LOW or p_k.dtype.element_ty != DOT
     i_v, i_hv, i_b = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     i_h, i_l = i_hv // (HV // H), tl.program_id(1).to(tl.int64)
 
@@ -175,12 +190,12 @@ def _per_head(
     if HAS_TRACK:
         if n_t > 0:
             b_t = _fold_ring(
-                b_s, n_t, base, p_u, p_u_low, p_k, p_k_low, p_g, o_v, m_v, o_k, L, K, V, LOW, KEY_LOW, DOT
+                b_s, n_t, base, p_u, p_u_low, p_k, p_k_low, p_g, o_v, m_v, o_k, L, K, V, LOW, DOT
             )  # fmt: skip
             p_t = p_state + (i_l * stride_state_l + target * stride_state_s) * UNIT_STATE
             tl.store(p_t + o_s, b_t.to(p_state.dtype.element_ty), mask=m_s)
     if fold:
-        b_s = _fold_ring(b_s, n, base, p_u, p_u_low, p_k, p_k_low, p_g, o_v, m_v, o_k, L, K, V, LOW, KEY_LOW, DOT)
+        b_s = _fold_ring(b_s, n, base, p_u, p_u_low, p_k, p_k_low, p_g, o_v, m_v, o_k, L, K, V, LOW, DOT)
         tl.store(p_s + o_s, b_s.to(p_state.dtype.element_ty), mask=m_s)
 
 
@@ -393,7 +408,7 @@ def _fold_from(
 def _fold_long(
     b_s, n, base, p_u, p_u_low, p_k, p_k_low, p_g, o_u, o_k, channels,
     L: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    LOW: tl.constexpr, KEY_LOW: tl.constexpr, LONG: tl.constexpr, DOT: tl.constexpr,
+    LOW: tl.constexpr, LONG: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """b_s [BV, K] folded with records 0 .. n-1 in products of LONG records, newest first."""
     o_l = tl.arange(0, L)
@@ -409,8 +424,7 @@ def _fold_long(
         b_u = load_wide(p_u, p_u_low, o_r[:, None, None] * V + o_u[None, :, :], m_u, LOW)  # [LONG, DEAL, BV / DEAL]
         b_u = tl.reshape(tl.permute(b_u, (0, 2, 1)), [LONG, BV]) * b_w[:, None]
         m_k = m_j[:, None] & (o_k < K)[None, :]
-        b_k_high, b_k_low = load_parts(p_k, p_k_low, o_r[:, None] * K + o_k[None, :], m_k, LOW, DOT)  # [LONG, K]
-        b_s = _add_products(b_s, b_u, b_k_high, b_k_low, KEY_LOW, DOT)
+        b_s = _add_products(b_s, b_u, p_k, p_k_low, o_r[:, None] * K + o_k[None, :], m_k, LOW, DOT)
         behind += tl.sum(b_g, 0)
     return b_s
 
@@ -435,7 +449,7 @@ def _store_tile(p, o, m, b_s, MASKED: tl.constexpr):
 @triton.jit
 def _fold_tile(
     b_s, n, n_t, fold, base, p_s, p_t, p_u, p_u_low, p_k, p_k_low, p_g, o_s, m_s, o_u, o_k, channels,
-    L: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, KEY_LOW: tl.constexpr,
+    L: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr,
     HAS_TRACK: tl.constexpr, MASKED: tl.constexpr, LONG: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Fold a state tile and store what its row wants: at p_t the snapshot after n_t records, at p_s the state after n.
@@ -448,7 +462,7 @@ def _fold_tile(
     if (LONG > 0) and (n_first > 8):
         b_s = _fold_long(
             b_s, n_first, base, p_u, p_u_low, p_k, p_k_low, p_g, o_u, o_k, channels,
-            L, K, V, BV, LOW, KEY_LOW, LONG, DOT,
+            L, K, V, BV, LOW, LONG, DOT,
         )  # fmt: skip
     else:
         b_s = _fold_four(
@@ -479,21 +493,19 @@ def _sequential(
     stride_accept: tl.int64, stride_track_slots: tl.int64, stride_track_step: tl.int64,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     LOW: tl.constexpr, HAS_TRACK: tl.constexpr, UNIT_STATE: tl.constexpr, UNIT_RING: tl.constexpr,
-    BV: tl.constexpr, DEAL: tl.constexpr, LAYERS: tl.constexpr, STAGES: tl.constexpr, LONG: tl.constexpr, DOT: tl.constexpr,
+    BV: tl.constexpr, DEAL: tl.constexpr, LAYERS: tl.constexpr, LONG: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A program folds a [BV, K] tile in LAYERS consecutive layers; grid (B * HV * V tiles, layer blocks).
 
-    A row's indices and cursors are the same in all layers, so that chain of loads is paid once, and the next layer's state
-    is on its way while this one is folded. EARLY: the first one is loaded before it is known whether the row folds.
-    With LONG, more than 8 records are folded in products of LONG, else four at a time in fp32.
+    A row's indices and cursors are the same in all layers, so LAYERS > 1 pays for that chain of loads once. With LONG,
+    more than 8 records are folded in products of LONG, else four at a time in fp32.
 
     Tile row r is channel r % DEAL * (BV / DEAL) + r // DEAL: so dealt, the rows that one thread holds are consecutive
-    channels, and it loads a record's u in vectors.
+    channels, and it takes a record's u in vectors.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     RUN: tl.constexpr = BV // DEAL
     MASKED: tl.constexpr = V % BV != 0
-    KEY_LOW: tl.constexpr = LOW or p_k.dtype.element_ty != DOT
     i_v, i_hv, i_b = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     i_h, i_l0 = i_hv // (HV // H), tl.program_id(1).to(tl.int64) * LAYERS
 
@@ -525,23 +537,15 @@ def _sequential(
         p_k, p_k_low, i_l0, row, stride_k_l, stride_k_r, stride_k_low_l, stride_k_low_r, i_h * (L * K), UNIT_RING, LOW
     )  # fmt: skip
     p_g += i_l0 * stride_g_l + row * stride_g_r + i_hv * L
-    if LAYERS == 1:
-        b_s = _load_tile(p_s, o_s, m_s, MASKED).to(tl.float32)
+    for i in range(tl.minimum(LAYERS, NL - i_l0)):
+        p_u_l, p_u_low_l = _ring(p_u, p_u_low, i, 0, stride_u_l, 0, stride_u_low_l, 0, 0, UNIT_RING, LOW)
+        p_k_l, p_k_low_l = _ring(p_k, p_k_low, i, 0, stride_k_l, 0, stride_k_low_l, 0, 0, UNIT_RING, LOW)
+        o_l = i * stride_state_l * UNIT_STATE
+        b_s = _load_tile(p_s + o_l, o_s, m_s, MASKED).to(tl.float32)
         _fold_tile(
-            b_s, n, n_t, fold, base, p_s, p_t, p_u, p_u_low, p_k, p_k_low, p_g,
-            o_s, m_s, o_u, o_k, channels, L, K, V, BV, LOW, KEY_LOW, HAS_TRACK, MASKED, LONG, DOT,
+            b_s, n, n_t, fold, base, p_s + o_l, p_t + o_l, p_u_l, p_u_low_l, p_k_l, p_k_low_l, p_g + i * stride_g_l,
+            o_s, m_s, o_u, o_k, channels, L, K, V, BV, LOW, HAS_TRACK, MASKED, LONG, DOT,
         )  # fmt: skip
-    else:
-        for i in range(tl.minimum(LAYERS, NL - i_l0)):
-            p_u_l, p_u_low_l = _ring(p_u, p_u_low, i, 0, stride_u_l, 0, stride_u_low_l, 0, 0, UNIT_RING, LOW)
-            p_k_l, p_k_low_l = _ring(p_k, p_k_low, i, 0, stride_k_l, 0, stride_k_low_l, 0, 0, UNIT_RING, LOW)
-            o_l = i * stride_state_l * UNIT_STATE
-            b_s = _load_tile(p_s + o_l, o_s, m_s, MASKED).to(tl.float32)
-            _fold_tile(
-                b_s, n, n_t, fold, base, p_s + o_l, p_t + o_l,
-                p_u_l, p_u_low_l, p_k_l, p_k_low_l, p_g + i * stride_g_l,
-                o_s, m_s, o_u, o_k, channels, L, K, V, BV, LOW, KEY_LOW, HAS_TRACK, MASKED, LONG, DOT,
-            )  # fmt: skip
 
 
 # --- launchers
@@ -558,7 +562,7 @@ def _arguments(
     null_slot: int,
     layout: str,
 ) -> tuple[Any, ...]:
-    """What the fold kernels share, in the order of their signatures; cursors is write_pos .. track_step."""
+    """What the fold kernels share, in the order of their signatures; cursors are write_pos .. track_step."""
     unit_state, unit_ring = stride_unit(layout, state), stride_unit(layout, u)
     return (
         *(state, u, k, g, u_low, k_low, *cursors),
@@ -584,7 +588,13 @@ def _move_cursors(cursors: tuple[torch.Tensor | None, ...], state: torch.Tensor,
         *_index_strides(cursors),
         *(g.shape[3], cursors[-1] is not None, block),
         num_warps=4,
+        enable_fp_fusion=False,
     )
+
+
+def _tile(state: torch.Tensor, BV: int) -> int:
+    """BV, or the whole V where that is less; a product needs 16."""
+    return min(BV, max(16, triton.next_power_of_2(state.shape[3])))
 
 
 def per_head(
@@ -612,7 +622,7 @@ def per_head(
     """`kernreg.ops.gdn_ring_commit`, one program per row, layer, value head and V tile."""
     cursors = (write_pos, base, fold, slots, rows, accept, track_slots, track_step)
     layers, _, heads, channels, _ = state.shape
-    tile = min(BV, max(16, triton.next_power_of_2(channels)))
+    tile = _tile(state, BV)
     _per_head[layout][(slots.shape[0] * heads * triton.cdiv(channels, tile), layers)](
         *_arguments(state, ring_u, ring_k, ring_g, ring_u_low, ring_k_low, cursors, null_slot, layout),
         BV=tile,
@@ -647,11 +657,11 @@ def head_group(
     stages: int,
     layout: str,
 ) -> None:
-    """`kernreg.ops.gdn_ring_commit`, one program per row, layer and key head."""
+    """`kernreg.ops.gdn_ring_commit`, one program per row, layer and key head; `stages` of its tiles are in flight."""
     cursors = (write_pos, base, fold, slots, rows, accept, track_slots, track_step)
     _head_group[layout][(slots.shape[0] * ring_k.shape[2], state.shape[0])](
         *_arguments(state, ring_u, ring_k, ring_g, ring_u_low, ring_k_low, cursors, null_slot, layout),
-        BV=min(BV, max(16, triton.next_power_of_2(state.shape[3]))),
+        BV=_tile(state, BV),
         DOT=DOT,
         STAGES=stages,
         num_warps=num_warps,
@@ -659,12 +669,6 @@ def head_group(
         enable_fp_fusion=False,
     )
     _move_cursors(cursors, state, ring_g, null_slot)
-
-
-def _deal(state: torch.Tensor, tile: int, num_warps: int, layout: str) -> int:
-    """Rows of a [tile, K] tile that its threads hold at once, when each loads one vector of a row."""
-    vectors_per_row = state.shape[4] // stride_unit(layout, state)
-    return min(tile, num_warps * max(1, 32 // vectors_per_row))
 
 
 def sequential(
@@ -688,24 +692,72 @@ def sequential(
     BV: int,
     num_warps: int,
     layers: int,
+    layout: str,
+) -> None:
+    """`kernreg.ops.gdn_ring_commit`, one program per row, value head, V tile and `layers` layers; time follows the history."""
+    cursors = (write_pos, base, fold, slots, rows, accept, track_slots, track_step)
+    arguments = _arguments(state, ring_u, ring_k, ring_g, ring_u_low, ring_k_low, cursors, null_slot, layout)
+    _launch_sequential(arguments, slots.shape[0], _tile(state, BV), num_warps, layers, 1, 0, layout)
+    _move_cursors(cursors, state, ring_g, null_slot)
+
+
+def by_history(
+    state: torch.Tensor,
+    ring_u: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_g: torch.Tensor,
+    write_pos: torch.Tensor,
+    base: torch.Tensor,
+    fold: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    ring_u_low: torch.Tensor | None = None,
+    ring_k_low: torch.Tensor | None = None,
+    accept: torch.Tensor | None = None,
+    track_slots: torch.Tensor | None = None,
+    track_step: torch.Tensor | None = None,
+    null_slot: int = -1,
+    folding: str = "every",
+    BV: int,
+    num_warps: int,
+    layers: int,
     stages: int,
     layout: str,
-    LONG: int,
 ) -> None:
-    """`kernreg.ops.gdn_ring_commit`, one program per row, value head, V tile and `layers` layers."""
+    """`kernreg.ops.gdn_ring_commit` as `sequential`, but long histories in products, `stages` of their blocks in flight."""
     cursors = (write_pos, base, fold, slots, rows, accept, track_slots, track_step)
-    _, _, heads, channels, _ = state.shape
-    tile = min(BV, max(16, triton.next_power_of_2(channels)))
-    _sequential[layout][(slots.shape[0] * heads * triton.cdiv(channels, tile), triton.cdiv(state.shape[0], layers))](
-        *_arguments(state, ring_u, ring_k, ring_g, ring_u_low, ring_k_low, cursors, null_slot, layout),
+    arguments = _arguments(state, ring_u, ring_k, ring_g, ring_u_low, ring_k_low, cursors, null_slot, layout)
+    long = min(32, ring_g.shape[3])
+    _launch_sequential(arguments, slots.shape[0], _tile(state, BV), num_warps, layers, stages, long, layout)
+    _move_cursors(cursors, state, ring_g, null_slot)
+
+
+def _launch_sequential(
+    arguments: tuple[Any, ...], batch: int, tile: int, num_warps: int, layers: int, stages: int, long: int, layout: str
+) -> None:
+    state, track = arguments[0], arguments[13] is not None
+    depth, _, heads, channels, keys = state.shape
+    # rows of a tile that the threads hold at once, when each loads one vector of a row
+    deal = min(tile, num_warps * max(1, 32 * stride_unit(layout, state) // keys))
+    _sequential[layout][(batch * heads * triton.cdiv(channels, tile), triton.cdiv(depth, layers))](
+        *arguments,
         BV=tile,
-        DEAL=_deal(state, tile, num_warps, layout),
+        DEAL=deal,
         LAYERS=layers,
-        STAGES=stages,
-        LONG=LONG,
+        LONG=long,
         DOT=DOT,
         num_warps=num_warps,
         num_stages=stages,
+        maxnreg=_registers(tile * keys // (32 * num_warps), num_warps, layers, long > 0, track),
         enable_fp_fusion=False,
     )
-    _move_cursors(cursors, state, ring_g, null_slot)
+
+
+def _registers(elements: int, num_warps: int, layers: int, long: bool, track: bool) -> int | None:
+    """A cap that makes room for more programs without spilling, by the tile's elements in a thread; None: as many as it likes."""
+    if elements > 64 or (long and (track or layers > 1)):
+        return None
+    if num_warps >= 8:
+        return 80 if elements <= 32 and layers == 1 and not long else 128
+    return 96 if elements <= 32 and not long else 168

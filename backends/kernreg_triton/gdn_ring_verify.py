@@ -280,6 +280,23 @@ def _prefetch_updates(
 
 
 @triton.jit
+def _columns(i_v, o_v, V: tl.constexpr, BV: tl.constexpr):
+    """Which columns of tile i_v there are; known to the compiler where all are."""
+    if V % BV == 0:
+        return tl.full([BV], True, tl.int1)
+    else:
+        return o_v < V - i_v * BV
+
+
+@triton.jit
+def _load_state(i_v, p_s, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Rows [BV, K] of the state in tile i_v."""
+    o_v, o_k = tl.arange(0, BV), tl.arange(0, K)
+    p = p_s + i_v * (BV * K) + o_v[:, None] * K + o_k[None, :]
+    return tl.load(p, mask=_columns(i_v, o_v, V, BV)[:, None], other=0.0)
+
+
+@triton.jit
 def _zero_tokens(p_o, first, last, step, o_v, HV: tl.constexpr, V: tl.constexpr):
     for i_n in range(first, last, step):
         tl.store(p_o + i_n * (HV * V) + o_v, tl.zeros_like(o_v).to(p_o.dtype.element_ty), mask=o_v < V)
@@ -290,16 +307,13 @@ def _zero_tokens(p_o, first, last, step, o_v, HV: tl.constexpr, V: tl.constexpr)
 
 @triton.jit
 def _tile(
-    i_v, x, w, z, h, factors, behind, history, p_s, p_v, stride_v, p_o, length, records,
+    i_v, b_s, x, w, z, h, factors, behind, history, p_v, stride_v, p_o, length, records,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     LONG: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Outputs and records u of tile i_v. LONG: the history goes on behind the records that w weighs."""
-    o_v, o_k, o_t = tl.arange(0, BV), tl.arange(0, K), tl.arange(0, BT)
-    m_v = tl.full([BV], True, tl.int1)
-    if V % BV != 0:
-        m_v = o_v < V - i_v * BV
-    b_s = tl.load(p_s + i_v * (BV * K) + o_v[:, None] * K + o_k[None, :], mask=m_v[:, None], other=0.0)
+    o_v, o_t = tl.arange(0, BV), tl.arange(0, BT)
+    m_v = _columns(i_v, o_v, V, BV)
     b_x = h * _product(x, _parts(b_s, DOT), tl.zeros([2 * BT, BV], tl.float32), TRANS=True)
     b_x = _product(w, _history_updates(history, 0, i_v * BV, o_v, m_v, L, V, LOW, DOT), b_x)
     if LONG:
@@ -367,7 +381,10 @@ def _chunked(
     is_key = o_m < BT
     m_t = o_t < length
     p_s = p_state + slot * (stride_state * UNIT_STATE) + i_hv * (V * K)
-    _prefetch_state(i_s * TILES, p_s, K, V, BV, ASM)
+    if TILES == 1:
+        b_s = _load_state(i_s, p_s, K, V, BV)
+    else:
+        _prefetch_state(i_s * TILES, p_s, K, V, BV, ASM)
     p_x = tl.where(is_key, p_k + i_h * (stride_k_h * UNIT_ACT), p_q + i_h * (stride_q_h * UNIT_ACT))
     p_x += (begin + o_t) * (tl.where(is_key, stride_k_n, stride_q_n) * UNIT_ACT)
     b_raw = tl.load(p_x[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
@@ -426,22 +443,27 @@ def _chunked(
         b_k = tl.load(p_x[:, None] + o_p[None, :], mask=m_r[:, None], other=0.0).to(tl.float32) * b_norm[:, None]
         _store_parts(history.p_k, history.p_k_low, o_r[:, None] * K + o_p[None, :], b_k, m_r[:, None], LOW)
 
+    p_o += begin * (HV * V)
     first, last = i_s * TILES, tl.minimum(i_s * TILES + TILES, NV)
     if L > CHUNK and n > CHUNK:
         for i_v in range(first, last):
-            _prefetch_state(i_v + 1, p_s, K, V, BV, ASM)
+            if TILES > 1:
+                _prefetch_state(i_v + 1, p_s, K, V, BV, ASM)
+                b_s = _load_state(i_v, p_s, K, V, BV)
             _tile(
-                i_v, x, w, z, h, factors, behind, history, p_s, p_v, stride_v, p_o + begin * (HV * V), length, records,
+                i_v, b_s, x, w, z, h, factors, behind, history, p_v, stride_v, p_o, length, records,
                 HV, K, V, L, BT, BV, True, LOW, DOT,
             )  # fmt: skip
     else:
         for i_v in tl.range(first, last, num_stages=STAGES):
-            if STAGES == 1 and TILES > 1:
-                _prefetch_state(i_v + 1, p_s, K, V, BV, ASM)
-                _prefetch_values(i_v + 1, p_v, stride_v, length, V, BT, BV, ASM)
-                _prefetch_updates(i_v + 1, 0, history, L, V, BV, LOW, ASM)
+            if TILES > 1:
+                if STAGES == 1:
+                    _prefetch_state(i_v + 1, p_s, K, V, BV, ASM)
+                    _prefetch_values(i_v + 1, p_v, stride_v, length, V, BT, BV, ASM)
+                    _prefetch_updates(i_v + 1, 0, history, L, V, BV, LOW, ASM)
+                b_s = _load_state(i_v, p_s, K, V, BV)
             _tile(
-                i_v, x, w, z, h, factors, behind, history, p_s, p_v, stride_v, p_o + begin * (HV * V), length, records,
+                i_v, b_s, x, w, z, h, factors, behind, history, p_v, stride_v, p_o, length, records,
                 HV, K, V, L, BT, BV, False, LOW, DOT,
             )  # fmt: skip
 
@@ -491,7 +513,7 @@ def chunked(
     _chunked[layout][(batch * heads * triton.cdiv(columns, BV * tiles),)](
         *(q, k, v, a, b, A_log, dt_bias, state, ring_u, ring_k, ring_g, ring_u_low, ring_k_low),
         *(write_pos, base, slots, rows, cu_seqlens, o),
-        *(K**-0.5 if scale is None else scale, batch, q.shape[0], slots_in_pool, ring_rows, null_slot),
+        *(float(K**-0.5 if scale is None else scale), batch, q.shape[0], slots_in_pool, ring_rows, null_slot),
         *(*strides(q, 2, act), *strides(k, 2, act), *strides(v, 2, act), a.stride(0), b.stride(0)),
         *(*strides(state, 1, wide), *strides(ring_u, 1, ring), *strides(ring_k, 1, ring), ring_g.stride(0)),
         *(*strides(ring_u_low, 1, ring), *strides(ring_k_low, 1, ring)),

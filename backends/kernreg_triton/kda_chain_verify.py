@@ -1,9 +1,9 @@
 """Triton kernels of `kernreg.ops.kda_chain_verify`: convolution and gates of all steps at once, then the recurrence.
 
 The first half, `_prepare`, does not depend on the recurrence. It leaves a *record* for each step and value head, fp32
-[q | k | decay | v | beta] with q and k normalised, in a scratch tensor; the second half, `_recur`, reads nothing else of a
-step. `unfused` launches the halves one after the other, `fused` runs both in one program for each V tile, on a scratch of its
-own. The arithmetic is the same, so are the bits.
+[q | k | decay | v | beta, k . q] with q and k normalised, in a scratch tensor; the second half, `_recur`, reads nothing else
+of a step. `unfused` launches the halves one after the other, `fused` runs both in one program for each V tile, on a scratch of
+its own. The arithmetic is the same, so are the bits.
 
 No state is updated in place: all V tiles of a head read the same history, at times of their own.
 """
@@ -19,16 +19,16 @@ import triton.language as tl
 from kernreg_triton._common import jit, load_index, stride_unit, strides
 from kernreg_triton.kda_step import (
     decay,
-    dot,
     inverse_norm,
     load_row,
     load_state,
     log_decay,
+    output,
     piece_width,
     sigmoid,
-    squares,
     step,
     store_state,
+    sums,
 )
 
 VECTORS = (
@@ -88,7 +88,8 @@ def _store_window(window, taps, o_t, m_t, o_c, m_c):
 def _prepare(
     x, past, parents, weights, window, gates, rings, p_record, scale, lower_bound, length, i_h, i_hv, o_v, m_v,
     length_k, length_g, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SAFE: tl.constexpr,
-    RING: tl.constexpr, TREE: tl.constexpr, BIAS: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, C: tl.constexpr, TC: tl.constexpr,
+    RING: tl.constexpr, TREE: tl.constexpr, BIAS: tl.constexpr,
+    BV: tl.constexpr, BW: tl.constexpr, C: tl.constexpr, TC: tl.constexpr,
 ):  # fmt: skip
     """Records of a row's steps for value head i_hv and columns o_v, their windows, and ring entries.
 
@@ -128,15 +129,17 @@ def _prepare(
             tl.store(p_ring_beta + o_t, b_beta, mask=m_t_g)
 
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-        b_q *= (inverse_norm(squares(b_q, TC, K, C)) * scale)[:, None]
-        b_k *= inverse_norm(squares(b_k, TC, K, C))[:, None]
+        b_q *= (inverse_norm(sums(b_q * b_q, TC, K, C)) * scale)[:, None]
+        b_k *= inverse_norm(sums(b_k * b_k, TC, K, C))[:, None]
         p_cells = p_record + (o_t * RECORD)[:, None] + o_k[None, :]
         tl.store(p_cells, b_q, mask=m_t[:, None])
         tl.store(p_cells + K, b_k, mask=m_t[:, None])
         tl.store(p_cells + 2 * K, decay(b_g), mask=m_t[:, None])
         p_cells = p_record + 3 * K + (o_t * RECORD)[:, None] + tl.arange(0, BV)[None, :]
         tl.store(p_cells, b_v.to(tl.float32), mask=m_t[:, None])
-        tl.store(p_record + 3 * K + BW + o_t * RECORD, b_beta, mask=m_t)
+        p_cells = p_record + 3 * K + BW + o_t * RECORD
+        tl.store(p_cells, b_beta, mask=m_t)
+        tl.store(p_cells + 1, sums(b_q * b_k, TC, K, C), mask=m_t)
 
 
 # --- recurrence -------------------------------------------------------------------------------------------------------
@@ -161,15 +164,15 @@ def _recur(
         k = load_row(p_t + K, C, K // C)
         b_decay = load_row(p_t + 2 * K, C, K // C)
         b_v = tl.load(p_t + 3 * K + o_w)
-        beta = tl.load(p_t + 3 * K + BW)
+        beta, kq = tl.load(p_t + 3 * K + BW), tl.load(p_t + 3 * K + BW + 1)
         if TREE:
             h = _parent_state(p_state, p_snapshot, stride_snapshot_t, tl.load(p_parents + t * stride_parents), o_v, K, V, C)
-        h = step(h, b_decay, k, b_v, beta, BV, C)
+        h, decayed, b_u = step(h, b_decay, k, b_v, beta, BV, C)
         if not RING:
             store_state(p_snapshot + t * stride_snapshot_t, h, o_v, m_v, K, C)
         if TREE:
             tl.debug_barrier()  # a later step may read this snapshot back
-        b_o = tl.where((o_t == t)[None, :], dot(h, q, BV, C)[:, None], b_o)
+        b_o = tl.where((o_t == t)[None, :], output(decayed, b_u, q, kq, BV, C)[:, None], b_o)
     p_cells = p_o + (o_t.to(tl.int64) * (HV * V))[None, :] + o_v[:, None]
     tl.store(p_cells, b_o.to(p_o.dtype.element_ty), mask=m_v[:, None] & (o_t < length)[None, :])
 
@@ -317,8 +320,10 @@ def unfused(
     if heads:
         arguments["p_records"] = _new_records(heads, windows.shape[1], K, BW, state)
         chain = _chain[layout]
-        chain[(heads,)](**arguments, PREPARE=True, RECUR=False, BV=BW, BW=BW, num_warps=PREPARE_WARPS)
-        chain[(heads * triton.cdiv(V, BV),)](**arguments, PREPARE=False, RECUR=True, BV=BV, BW=BW, num_warps=num_warps)
+        TC = _steps_at_once(windows.shape[1], K, PREPARE_WARPS)
+        chain[(heads,)](**arguments, PREPARE=True, RECUR=False, BV=BW, BW=BW, TC=TC, num_warps=PREPARE_WARPS)
+        tiles = triton.cdiv(V, BV)
+        chain[(heads * tiles,)](**arguments, PREPARE=False, RECUR=True, BV=BV, BW=BW, TC=1, num_warps=num_warps)
     return arguments["p_o"]
 
 
@@ -343,8 +348,14 @@ def fused(
     programs = slots.shape[0] * HV * triton.cdiv(V, BV)
     if programs:
         arguments["p_records"] = _new_records(programs, windows.shape[1], K, BV, state)
-        _chain[layout][(programs,)](**arguments, PREPARE=True, RECUR=True, BV=BV, BW=BV, num_warps=num_warps)
+        TC = _steps_at_once(windows.shape[1], K, num_warps)
+        _chain[layout][(programs,)](**arguments, PREPARE=True, RECUR=True, BV=BV, BW=BV, TC=TC, num_warps=num_warps)
     return arguments["p_o"]
+
+
+def _steps_at_once(T: int, K: int, num_warps: int) -> int:
+    """Rows of the tiles [TC, K] of `_prepare`: 16 channels a thread, more would spill."""
+    return max(1, min(triton.next_power_of_2(T), 16 * 32 * num_warps // K, 8))
 
 
 def _new_records(count: int, T: int, K: int, BW: int, like: torch.Tensor) -> torch.Tensor:
@@ -376,7 +387,7 @@ def _arguments(
         "p_o": new_output((mixed_qkv.shape[0], HV, V)),
     }  # fmt: skip
     sizes = {
-        "lower_bound": lower_bound or 0.0, "scale": K**-0.5 if scale is None else scale, "null_slot": null_slot,
+        "lower_bound": float(lower_bound or 0), "scale": float(K**-0.5 if scale is None else scale), "null_slot": null_slot,
         "N": mixed_qkv.shape[0], "S": state.shape[0], "CS": conv_state.shape[0], "WR": windows.shape[0],
         "L": 0 if ring_g is None else ring_g.shape[2],
     }  # fmt: skip
@@ -396,7 +407,7 @@ def _arguments(
         "T": T, "H": (mixed_qkv.shape[1] - HV * V) // (2 * K), "HV": HV, "K": K, "V": V, "SAFE": lower_bound is not None,
         "RING": ring_k is not None, "RAGGED": cu_seqlens is not None, "TREE": parents is not None,
         "BIAS": conv_bias is not None, "ALIGNED": layout == "aligned", "UNIT_ACT": act, "UNIT_STATE": wide,
-        "C": piece_width(K), "TC": min(triton.next_power_of_2(T), 8), "TP": triton.next_power_of_2(T),
+        "C": piece_width(K), "TP": triton.next_power_of_2(T),
         "enable_fp_fusion": False,
     }  # fmt: skip
     return tensors | sizes | steps | flags

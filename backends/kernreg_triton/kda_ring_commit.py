@@ -14,9 +14,9 @@ from kernreg_triton.kda_step import (
     load_row,
     load_state,
     piece_width,
-    squares_of_pieces,
     step,
     store_state,
+    sums_of_pieces,
 )
 
 
@@ -27,7 +27,10 @@ def _record(p_k, p_v, p_g, p_beta, t, o_v, m_v, K: tl.constexpr, V: tl.constexpr
     g = load_row(p_g + t * K, C, K // C)
     b_v = tl.load(p_v + t * V + o_v, mask=m_v, other=0.0).to(tl.float32)
     beta = tl.load(p_beta + t)
-    b_factor = inverse_norm(squares_of_pieces(k, 1, C))[:, None]
+    kk = ()
+    for j in tl.static_range(K // C):
+        kk = kk + (k[j] * k[j],)
+    b_factor = inverse_norm(sums_of_pieces(kk, 1, C))[:, None]
     b_decay = ()
     normalised = ()
     for j in tl.static_range(K // C):
@@ -72,7 +75,7 @@ def _replay(
     h = load_state(p_head, o_v, m_v, K, C)
     for t in range(accept.to(tl.int32)):
         b_decay, k, b_v, beta = _record(p_k, p_v, p_g, p_beta, t, o_v, m_v, K, V, C)
-        h = step(h, b_decay, k, b_v, beta, BV, C)
+        h, _, _ = step(h, b_decay, k, b_v, beta, BV, C)
         if TRACK:
             if t == track_step:
                 store_state(p_layer + track_slot * (stride_state_s * UNIT_STATE), h, o_v, m_v, K, C)

@@ -3,8 +3,9 @@
 A row of K numbers is held as *pieces*, a tuple of tiles [.., C] that each cover C consecutive channels. Where the compiler
 puts a tile is its own affair, so no result may depend on it:
 
-- products are summed by one tree, which follows channel numbers alone: a chain of `tl.fma` over the pieces, then adjacent
-  pairs inside the piece. Each level of pairs is a sum of two, and that has only one order;
+- sums over K follow channel numbers alone: with the state, a chain of `tl.fma` over the pieces, then adjacent pairs inside
+  the piece (`dot`); within a row, pieces by halves, then the same pairs (`sums`). Each level is a sum of two, and that has
+  only one order;
 - launchers compile with ``enable_fp_fusion=False``: what is fused is written as `tl.fma`.
 
 With C = 16 a thread holds K / 4 channels of a column of the state, so that a column's sum takes two shuffles.
@@ -46,44 +47,31 @@ def dot(x, y, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def squares(b_x, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """Sum of squares of rows [R, K]: [R]. By halves down to the width of a piece, then by adjacent pairs."""
-    return _halves(b_x * b_x, R, K, C)
-
-
-@triton.jit
-def _halves(b_x, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+def sums(b_x, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """Sum whole rows [R, K] over K: [R]. By halves down to the width of a piece, then by adjacent pairs."""
     if K == C:
         b_sum = pairs(b_x, R, C)
     else:
-        b_sum = _halves(tl.sum(tl.reshape(b_x, [R, 2, K // 2]), axis=1), R, K // 2, C)
+        b_sum = sums(tl.sum(tl.reshape(b_x, [R, 2, K // 2]), axis=1), R, K // 2, C)
     return b_sum
 
 
 @triton.jit
-def squares_of_pieces(x, R: tl.constexpr, C: tl.constexpr):
-    """`squares` of rows held as pieces [R, C], by the same tree."""
-    xx = ()
-    for j in tl.static_range(len(x)):
-        xx = xx + (x[j] * x[j],)
-    return pairs(_halves_of_pieces(xx), R, C)
-
-
-@triton.jit
-def _halves_of_pieces(x):
+def sums_of_pieces(x, R: tl.constexpr, C: tl.constexpr):
+    """`sums` of rows held as pieces [R, C], by the same tree."""
     if len(x) == 1:
-        b_sum = x[0]
+        b_sum = pairs(x[0], R, C)
     else:
         half = ()
         for j in tl.static_range(len(x) // 2):
             half = half + (x[j] + x[j + len(x) // 2],)
-        b_sum = _halves_of_pieces(half)
+        b_sum = sums_of_pieces(half, R, C)
     return b_sum
 
 
 @triton.jit
 def inverse_norm(b_squares):
-    """What l2 normalisation multiplies by."""
+    """What l2 normalisation multiplies by, from the sum of squares."""
     return tl.math.rsqrt(b_squares + EPS)
 
 
@@ -152,12 +140,21 @@ def store_state(p, h, o_v, m_v, K: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def step(h, b_decay, k, b_v, beta, BV: tl.constexpr, C: tl.constexpr):
-    """h~ = diag(decay) h;  u = beta (v - h~^T k);  h~ + k u^T. Pieces: h [BV, C], decay and normalised k [1, C]; b_v [BV]."""
+    """h~ = diag(decay) h;  u = beta (v - h~^T k);  h = h~ + k u^T.  Returns h, h~ and u.
+
+    Pieces: h [BV, C]; decay and normalised k [1, C]. b_v, u [BV].
+    """
     decayed = ()
     for j in tl.static_range(len(h)):
         decayed = decayed + (h[j] * b_decay[j],)
     b_u = beta * (b_v - dot(decayed, k, BV, C))
-    out = ()
+    updated = ()
     for j in tl.static_range(len(h)):
-        out = out + (tl.fma(k[j], b_u[:, None], decayed[j]),)
-    return out
+        updated = updated + (tl.fma(k[j], b_u[:, None], decayed[j]),)
+    return updated, decayed, b_u
+
+
+@triton.jit
+def output(decayed, b_u, q, kq, BV: tl.constexpr, C: tl.constexpr):
+    """h^T q as h~^T q + (k . q) u, which need not wait for h."""
+    return tl.fma(b_u, kq, dot(decayed, q, BV, C))

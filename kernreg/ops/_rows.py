@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from kernreg.contract import ContractError
@@ -44,17 +45,19 @@ class Rows:
         """As `count` for a per-ring-row tensor read through the index tensor `by`."""
         rings = [self.args[by].tolist()[row] for row in self.live]
         values = [self.args[name].tolist()[ring] for ring in rings]
-        self._within(name, rings, values, low, high)
+        highs = [high] * len(rings) if isinstance(high, int) else high
+        for row, ring, value, top in zip(self.live, rings, values, highs, strict=True):
+            if not low <= value <= top:
+                raise ContractError(f"{self.op}: {name}[{ring}], of row {row}, is {value}, wanted {low}..{top}")
         return values
 
     def windows(self, name: str, tokens: int, draft: int) -> list[int]:
         """Offsets are non-decreasing in 0..tokens with windows of at most `draft`; returns the live rows' lengths."""
         offsets = self.args[name].tolist()
-        for row in self.live:
-            begin, end = offsets[row], offsets[row + 1]
+        for row, (begin, end) in enumerate(pairwise(offsets)):
             if not 0 <= begin <= end <= tokens:
-                self.fail(name, row, f"{begin}..{end}", f"an interval inside 0..{tokens}")
-            if end - begin > draft:
+                self.fail(name, row, f"{begin}..{end}", f"an interval inside 0..{tokens}, offsets non-decreasing")
+            if row in self.live and end - begin > draft:
                 self.fail(name, row, f"{begin}..{end}", f"at most {draft} tokens")
         return [offsets[row + 1] - offsets[row] for row in self.live]
 
@@ -77,9 +80,7 @@ class Rows:
                 self.fail("track_slots", row, target, f"a slot that is free; row {owner[target]} uses it")
             owner[target] = row
 
-    def _within(
-        self, name: str, rows: Sequence[int], values: Sequence[int], low: int, high: int | Sequence[int]
-    ) -> None:
+    def _within(self, name: str, rows: Sequence[int], values: Sequence[int], low: int, high: int | Sequence[int]) -> None:
         highs = [high] * len(rows) if isinstance(high, int) else high
         for row, value, top in zip(rows, values, highs, strict=True):
             if not low <= value <= top:

@@ -26,6 +26,7 @@ FLOAT = ("bf16", "f32", "f64")
 RING = ("bf16", "f16", "f32", "f64")
 WIDE = ("f32", "f64")
 POWER_OF_TWO_RING = "L >= 16 and L & (L - 1) == 0"
+LOW_PARTS_OF_16_BITS = "ring_u_low is None or ring_u.element_size() == 2"
 GROUPED_HEADS = "HV % H == 0"
 
 RING_FACTS: Mapping[str, Fact] = {
@@ -75,7 +76,7 @@ def _validate_commit(args: Mapping[str, Any]) -> None:
     mutates=("state", "write_pos", "base", "fold"),
     facts={**RING_FACTS, "track": Fact("has track_slots", False, doc="do rows take track snapshots?")},
     batch="slots",
-    where=(GROUPED_HEADS, POWER_OF_TWO_RING),
+    where=(GROUPED_HEADS, POWER_OF_TWO_RING, LOW_PARTS_OF_16_BITS),
     together=(("ring_u_low", "ring_k_low"), ("accept", "track_slots", "track_step")),
     validate=_validate_commit,
     samples="kernreg.ops.gdn_samples:COMMIT",
@@ -162,6 +163,7 @@ def _validate_advance(args: Mapping[str, Any]) -> None:
     mutates=("write_pos", "fold"),
     facts={"ring": Fact("arg ring"), "index": Fact("index", "i32")},
     batch="slots",
+    where=("ring >= 16 and ring & (ring - 1) == 0",),
     validate=_validate_advance,
     samples="kernreg.ops.gdn_samples:ADVANCE",
 )
@@ -246,7 +248,7 @@ def _validate_verify(args: Mapping[str, Any]) -> None:
         "act": Fact("dtype act", "bf16"),
     },
     batch="slots",
-    where=(GROUPED_HEADS, POWER_OF_TWO_RING, "B1 == B + 1", "1 <= draft <= L"),
+    where=(GROUPED_HEADS, POWER_OF_TWO_RING, LOW_PARTS_OF_16_BITS, "B1 == B + 1", "1 <= draft <= L"),
     together=(("ring_u_low", "ring_k_low"),),
     validate=_validate_verify,
     samples="kernreg.ops.gdn_samples:VERIFY",

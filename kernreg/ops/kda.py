@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ACT = ("bf16", "f16", "f32", "f64")
 WIDE = ("f32", "f64")
 GROUPED_HEADS = "HV % H == 0"
+WINDOWS = ("chain", "ragged", "tree", "ragged_tree")
 
 
 def _validate_verify(args: Mapping[str, Any]) -> None:
@@ -89,7 +90,7 @@ def _validate_snapshot_commit(args: Mapping[str, Any]) -> None:
         "v_dim": Fact("dim V", 128),
         "mode": Fact("which ring=ring_k snapshot=snapshots", "ring", ("ring", "snapshot"), "what verify leaves for commit"),
         "gate": Fact("which safe=lower_bound softplus=", "safe", ("safe", "softplus"), "which gate branch?"),
-        "window": Fact("which tree=parents ragged=cu_seqlens chain=", "chain", ("chain", "ragged", "tree")),
+        "window": Fact("which ragged_tree=parents+cu_seqlens tree=parents ragged=cu_seqlens chain=", "chain", WINDOWS),
         "bias": Fact("has conv_bias", False),
         "state": Fact("dtype gate", "f32", WIDE, "dtype of state, gates and records g and beta"),
         "act": Fact("dtype act", "bf16", ACT),
@@ -100,6 +101,7 @@ def _validate_snapshot_commit(args: Mapping[str, Any]) -> None:
     batch="slots",
     derived={"H": "(dim - HV * V) // (2 * K)"},
     where=(
+        "H >= 1",
         "dim == 2 * H * K + HV * V",
         GROUPED_HEADS,
         "HVK == HV * K",
@@ -178,7 +180,7 @@ def kda_chain_verify(
     Returns:
         o: [N, HV, V] activation dtype. Tokens of padded rows, and tokens that no row covers, are zero.
 
-    A row whose slot, conv slot, window row or window is out of range is padding: it writes nothing.
+    A row whose slot, conv slot, window row, window or parents are out of range is padding: it writes nothing.
 
     Raises:
         ContractError: a shape, dtype, packing or combination of arguments breaks the contract; nothing was launched.

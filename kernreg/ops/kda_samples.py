@@ -15,7 +15,6 @@ Options of `kda_chain_verify` cases:
     ring       ring length L; None is the draft length
     lengths    window of each row (needs window=ragged): "mixed" or "full"
     tree       "mixed" (random parents), "chain", or a tuple of parents for all rows (needs window=tree)
-    ragged_tree  give cu_seqlens beside parents
     gap        tokens before the first window that no row covers (with cu_seqlens)
     conv_padding  batch rows whose conv slot is the null slot
     bad        {batch row: "slot", "conv_slot", "window_row", "window" (overlong, needs cu_seqlens) or "parent"}
@@ -86,7 +85,6 @@ VERIFY_OPTIONS: Mapping[str, Any] = {
     "ring": None,
     "lengths": "mixed",
     "tree": "mixed",
-    "ragged_tree": False,
     "gap": 0,
     "padding": (),
     "conv_padding": (),
@@ -115,7 +113,7 @@ def _parents(random: _inputs.Random, tree: Any, batch: int, draft: int) -> list[
 
 
 def _lengths(o: SimpleNamespace, window: str, batch: int, draft: int) -> list[int]:
-    if window == "ragged" or o.ragged_tree:
+    if window in ("ragged", "ragged_tree"):
         return _inputs.per_row(draft if o.lengths == "full" else o.lengths, batch, (draft, 1, draft - 1, 0))
     return [draft] * batch
 
@@ -148,9 +146,9 @@ def make_verify(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
     }
     make_index = _inputs.Indices(facts["index"], device, o.strided)
     inputs |= {name: make_index(x) for name, x in (("slots", slots), ("conv_slots", conv_slots), ("window_rows", window_rows))}
-    if facts["window"] == "ragged" or o.ragged_tree:
+    if facts["window"] in ("ragged", "ragged_tree"):
         inputs["cu_seqlens"] = make_index(offsets)
-    if facts["window"] == "tree":
+    if facts["window"] in ("tree", "ragged_tree"):
         inputs["parents"] = make_index([p for row in parents for p in row]).unflatten(0, (batch, draft))
     return inputs
 
@@ -483,7 +481,7 @@ VERIFY_CASES = (
     _verify_case("ragged_gap", window="ragged", draft=3, batch=3, gap=2, padding=(1,), ring=5),
     _verify_case("ragged_snapshot", window="ragged", draft=3, batch=3, **SNAPSHOT),
     _verify_case("tree", draft=4, **TREE),
-    _verify_case("tree_ragged", draft=3, batch=3, ragged_tree=True, **TREE),
+    _verify_case("tree_ragged", draft=3, batch=3, **{**TREE, "window": "ragged_tree"}),
     _verify_case("tree_is_chain", tree="chain", batch=1, **TREE),
     _verify_case("tree_roots", tree=(-1, -1, 0), bias=True, **TREE),
     _verify_case("padding", batch=4, padding=(0, 2)),

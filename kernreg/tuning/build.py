@@ -256,23 +256,40 @@ def _row(device: str, choice: Choice) -> str:
     fields |= {
         "at": flow(at.cell),
         "regret": f"{choice.standing.slowest:.3f}",
-        "measured": flow(_covered(choice.cells)),
+        "measured": _listed([flow(area) for area in _areas(choice.cells)]),
     }
-    lines = [f"{name}: {value}" for name, value in fields.items() if value != "{}"]
+    lines = [f"{name}: {value}".replace(": \n", ":\n") for name, value in fields.items() if value != "{}"]
     return "    - " + "\n      ".join(lines) + "\n"
+
+
+def _listed(items: Sequence[str]) -> str:
+    return items[0] if len(items) == 1 else "".join(f"\n        - {item}" for item in items)
 
 
 def _us(result: Result) -> str:
     return f"{result.median:.{1 if result.median >= 10 else 2}f}"
 
 
-def _covered(cells: Sequence[Result]) -> dict[str, object]:
-    values: dict[str, set[FactValue]] = {}
-    for result in cells:
-        for name, value in (*result.facts.items(), ("batch", result.batch)):
-            values.setdefault(name, set()).add(value)
-    ordered = {name: sorted(found, key=_natural) for name, found in values.items()}
-    return {name: found[0] if len(found) == 1 else found for name, found in ordered.items()}
+def _areas(cells: Sequence[Result]) -> list[dict[str, object]]:
+    """What was measured, as few areas as one pass of joining gives; in each, every combination of the values was timed."""
+    areas = [{name: [value] for name, value in key} for key in dict.fromkeys(_combination(cell) for cell in cells)]
+    for name in reversed(list(areas[0])):
+        areas = _join(areas, name)
+    return [{n: found[0] if len(found) == 1 else found for n, found in area.items()} for area in areas]
+
+
+def _combination(cell: Result) -> tuple[tuple[str, FactValue], ...]:
+    return (*sorted(cell.facts.items()), ("batch", cell.batch))
+
+
+def _join(areas: Sequence[dict[str, list[FactValue]]], name: str) -> list[dict[str, list[FactValue]]]:
+    """Areas that differ in `name` alone become one."""
+    joined: dict[str, dict[str, list[FactValue]]] = {}
+    for area in areas:
+        others = repr([(key, values) for key, values in area.items() if key != name])
+        held = joined.setdefault(others, {**area, name: []})
+        held[name] = sorted({*held[name], *area[name]}, key=_natural)
+    return list(joined.values())
 
 
 def _section(by_place: Mapping[tuple[str, str], Sequence[Result]], device: str, old: Policy | None) -> str:
