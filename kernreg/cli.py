@@ -182,7 +182,7 @@ def _overrides() -> tuple[policy.Override, ...]:
     try:
         return dispatch.overrides()
     except ValueError as error:
-        raise UsageError(f"{dispatch.FORCE_VARIABLE}: {error}") from error
+        raise UsageError(str(error)) from error
 
 
 def find_device(name: str, loaded: Policy) -> Device:
@@ -288,7 +288,7 @@ def _failures(as_json: bool) -> Iterator[None]:
     """Errors that a person can act on become a message and an exit code; anything else is a bug and shows its trace."""
     try:
         yield
-    except (UsageError, ContractError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
+    except (UsageError, ContractError, OSError) as error:
         _fail(str(error), as_json, code=2)
     except (PolicyError, RegistrationError, WarmupError) as error:
         _fail(str(error), as_json, code=1)

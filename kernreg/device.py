@@ -251,10 +251,10 @@ def driver_version(nvml: Any) -> str | None:
         return None
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
+    except (nvml.NVMLError, OSError):
         return None
     version = _text(_get(nvml, "nvmlSystemGetDriverVersion"))
-    nvml.nvmlShutdown()
+    _get(nvml, "nvmlShutdown")
     return version or None
 
 
@@ -264,14 +264,14 @@ def read_nvml(nvml: Any) -> tuple[Chip | None, ...]:
         return ()
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
+    except (nvml.NVMLError, OSError):
         return ()
     try:
         count = _get(nvml, "nvmlDeviceGetCount") or 0
         handles = [_get(nvml, "nvmlDeviceGetHandleByIndex", i) for i in range(count)]
         chips = [None if handle is None else _read_chip(nvml, handle) for handle in handles]
     finally:
-        nvml.nvmlShutdown()
+        _get(nvml, "nvmlShutdown")
     return tuple(sorted(chips, key=lambda chip: chip.pci if chip else ""))
 
 
@@ -280,7 +280,7 @@ def _get(nvml: Any, name: str, *args: Any) -> Any:
     query = getattr(nvml, name, None)
     try:
         return None if query is None else query(*args)
-    except nvml.NVMLError:
+    except (nvml.NVMLError, OSError, UnicodeDecodeError):  # an older pynvml decodes a name that is no text
         return None
 
 
@@ -338,13 +338,13 @@ def _profile(attributes: Any) -> str:
 
 def _text(value: str | bytes | None) -> str:
     """Older pynvml returns bytes."""
-    return value.decode() if isinstance(value, bytes) else value or ""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
 
 
 def _pci(bus_id: str) -> str:
-    """``00000000:3B:00.0`` (NVML) and ``0000:3b:00.0`` (CUDA) -> ``00000000:3b:00``."""
-    domain, bus, slot = bus_id.lower().split(".")[0].split(":")
-    return f"{domain:0>8}:{bus}:{slot}"
+    """``00000000:3B:00.0`` (NVML) and ``0000:3b:00.0`` (CUDA) -> ``00000000:3b:00``; empty for anything else."""
+    parts = bus_id.lower().split(".")[0].split(":")
+    return f"{parts[0]:0>8}:{parts[1]}:{parts[2]}" if len(parts) == 3 else ""
 
 
 def _process_runtime(live: bool) -> Runtime:

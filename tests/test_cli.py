@@ -265,8 +265,10 @@ class TestExplain:
         assert "forced: torch" in run(*self.ON_H200).out
 
     def test_a_wrong_override_is_named(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dispatch, "overrides", lambda: dispatch.parse_force("=x"))
+        dispatch._environment_overrides.cache_clear()
+        monkeypatch.setenv("KERNREG_FORCE", "=x")
         got = run(*self.ON_H200)
+        dispatch._environment_overrides.cache_clear()
         assert got.code == 2 and got.err.startswith("kernreg: KERNREG_FORCE: cannot read the override '=x'")
 
     def test_another_policy(self, run: Run, tmp_path: Path) -> None:

@@ -484,3 +484,15 @@ def test_a_child_that_cannot_start_is_said(monkeypatch: pytest.MonkeyPatch, said
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert device._ask_driver({}) is None
     assert "/nowhere/python" in said()[0]
+
+
+@pytest.mark.parametrize("bus", ["", "N/A", "1B", "00000000"])
+def test_d13_an_odd_bus_id_is_no_crash(bus: str) -> None:
+    nvml = FakeNVML({**hopper(), "PciInfo": SimpleNamespace(busId=bus)})
+    assert resolve(0, {}, nvml, QUIET).name == "NVIDIA H200"
+
+
+def test_d13_a_name_that_is_no_text_and_a_shutdown_that_fails_are_no_crash() -> None:
+    nvml = FakeNVML({**hopper(), "Name": b"NVIDIA \xff"})
+    nvml.nvmlShutdown = lambda: nvml._value({}, "Shutdown")
+    assert resolve(0, {}, nvml, QUIET).name == "NVIDIA \N{REPLACEMENT CHARACTER}"

@@ -176,7 +176,42 @@ def test_the_least_worst_case_wins_not_the_best_somewhere() -> None:
     assert (row.regret, row.entries[0].us, row.entries[0].next) == (1.3, 2500, 4000)
     assert row.entries[0].runner_up == "triton.a"
     assert dict(row.entries[0].at)["batch"] == 128
-    assert row.measured["batch"] == (8, 128)
+    assert row.measured[0]["batch"] == (8, 128)
+
+
+def test_measured_areas_hold_only_what_was_timed() -> None:
+    facts = [{"heads": h, "track": False} for h in ("48/16", "12/4")] * 2 + [{"heads": "48/16", "track": True}]
+    batches = [1, 1, 8, 8, 8]
+    cells = [replace(line("a", 10, batch), facts=given) for given, batch in zip(facts, batches, strict=True)]
+    assert building._areas(cells) == [
+        {"heads": ["12/4", "48/16"], "track": False, "batch": [1, 8]},
+        {"heads": "48/16", "track": True, "batch": 8},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("us", []),
+        ("us", [0, 0, 0]),
+        ("us", [3, 2, 1]),
+        ("us", ["a", "b", "c"]),
+        ("us", [float("nan")] * 3),
+        ("us", [1, 2]),
+        ("row", 5),
+        ("device", None),
+        ("load", 5),
+        ("config", 5),
+        ("batch", "x"),
+        ("batch", -1),
+    ],
+)
+def test_a_damaged_line_is_refused_with_its_place(tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "journal.jsonl"
+    good = line("a", 10, 8).to_line().rstrip("\n")
+    path.write_text(json.dumps({**json.loads(good), field: value}) + "\n" + good + "\n")
+    with pytest.raises(journal.JournalError, match=rf"journal\.jsonl.*1.*{field} is"):
+        journal.read(path)
 
 
 def test_microseconds_at_batch_1_do_not_outweigh_milliseconds_at_batch_128() -> None:

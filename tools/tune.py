@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, registry: Registry | None = None) ->
             status = measure(args, registry)
         if args.command in ("build", "all") and not (args.command == "all" and args.dry_run):
             status = rebuild(args, registry) or status
-    except (JournalError, PolicyError, LookupError, ValueError) as error:
+    except (JournalError, PolicyError, LookupError, ValueError, OSError) as error:
         console.print(f"[red]{type(error).__name__}[/]: {error}", highlight=False)
         return FAILED
     return status

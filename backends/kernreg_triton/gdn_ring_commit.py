@@ -67,7 +67,7 @@ def _finish(
     stride_accept: tl.int64, stride_track_slots: tl.int64, stride_track_step: tl.int64,
     L: tl.constexpr, HAS_TRACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cursors of folded rows: base moves on by n, n and the flag become 0. A launch of its own, as all programs above read them."""
+    """Cursors of folded rows: base moves on by n, n and the flag become 0. A launch of its own: all programs above read them."""
     o_b = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i_b = tl.minimum(o_b, B - 1)
     _, row, m_row = _locate(i_b, p_slots, p_rows, stride_slots, stride_rows, S, R, null_slot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +120,19 @@ class Result:
         if value["stage"] not in STAGES or (value["stage"] == "failed") != ("us" not in value):
             raise ValueError(f"stage is {value['stage']!r}: a failure has no time, every other line has one")
         times = value.pop("us", None)
+        if times is not None and not _is_times(times):
+            raise ValueError(f"us is {times!r}, wanted three times above 0: p20 <= p50 <= p80")
+        for name in ("row", "facts", "load", "config", "conditions", "device", "software"):
+            if not isinstance(value.get(name, {}), dict):
+                raise ValueError(f"{name} is {value[name]!r}, wanted a mapping")
+        if type(value.get("batch", 1)) is not int or value.get("batch", 1) < 0:
+            raise ValueError(f"batch is {value['batch']!r}, wanted a whole number")
         return Result(**{"facts": {}, "config": {}, **value}, us=None if times is None else tuple(times))
+
+
+def _is_times(times: object) -> bool:
+    numbers = isinstance(times, list) and len(times) == 3 and all(type(t) in (int, float) for t in times)
+    return numbers and 0 < times[0] <= times[1] <= times[2] < math.inf  # type: ignore[index]
 
 
 # in the order in which a line shows them
