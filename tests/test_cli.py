@@ -266,6 +266,7 @@ class TestExplain:
 
     def test_a_wrong_override_is_named(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch._environment_overrides.cache_clear()
+        monkeypatch.setattr(dispatch, "overrides", dispatch._environment_overrides)
         monkeypatch.setenv("KERNREG_FORCE", "=x")
         got = run(*self.ON_H200)
         dispatch._environment_overrides.cache_clear()
