@@ -45,3 +45,38 @@ def test_cases_have_unique_names_and_whole_keys(op: str) -> None:
     assert len({case.id for case in cases}) == len(cases)
     for case in cases:
         assert set(case.facts) == set(REGISTRY.op(op).facts)
+
+
+def served(kernel: Kernel) -> list[Case]:
+    """The cases that a kernel serves here with its default config."""
+    config = dict(kernel.variant().config)
+    return [c for c in REGISTRY.op(kernel.op).samples.cases if kernel.why_not(c.facts, HERE, config) is None]
+
+
+def settings() -> list[tuple[Kernel, str, object]]:
+    every = (kernel for op in REGISTRY.ops for kernel in REGISTRY.kernels(op))
+    return [(kernel, name, value) for kernel in every for name, values in kernel.config.items() for value in values]
+
+
+@pytest.mark.parametrize("kernel", [k for op in REGISTRY.ops for k in REGISTRY.kernels(op)], ids=lambda k: f"{k.op}-{k.name}")
+def test_a_kernel_does_not_pass_by_serving_nothing(kernel: Kernel) -> None:
+    if reason := REGISTRY.missing(kernel):
+        pytest.skip(reason)
+    assert len(served(kernel)) >= len(REGISTRY.op(kernel.op).samples.cases) // 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "value"), [pytest.param(*s, id=f"{s[0].op}-{s[0].name}-{s[1]}{s[2]}") for s in settings()]
+)
+def test_every_config_value_agrees_with_the_reference(kernel: Kernel, name: str, value: object) -> None:
+    if reason := REGISTRY.missing(kernel):
+        pytest.skip(reason)
+    op = REGISTRY.op(kernel.op)
+    variant = kernel.variant({name: value})
+    cases = [c for c in served(kernel) if kernel.why_not(c.facts, HERE, dict(variant.config)) is None]
+    if not cases:
+        pytest.skip(f"no case of the op is served with {name}={value} alone changed")
+    run = launcher(REGISTRY, variant, cases[0].facts)
+    reference = launcher(REGISTRY, REGISTRY.kernel(op.name, "torch.reference").variant(), cases[0].facts)
+    checks = op.samples.parity(run, reference, op.samples.make_inputs(cases[0], device=DEVICE))
+    assert not [f"{c.name}: {c.worst:.3g} of what is allowed {c.detail}" for c in checks if not c.ok]

@@ -87,21 +87,19 @@ def gdn_ring_advance(facts: Facts, device: Device, config: Config) -> str | None
 
 
 def kda(facts: Facts, device: Device, config: Config) -> str | None:
-    return where(facts, device) or keys(facts) or _tile_fits(facts, config)
+    return where(facts, device) or keys(facts) or _tile_in_registers(facts, config, 128)
 
 
 def kda_fused(facts: Facts, device: Device, config: Config) -> str | None:
     if facts["window"] != "chain":
         return f"serves windows of exactly T tokens in a chain, got window={facts['window']}"
-    return kda(facts, device, config)
+    # beside the tile, the convolution needs registers
+    return where(facts, device) or keys(facts) or _tile_in_registers(facts, config, 64)
 
 
-def _tile_fits(facts: Facts, config: Config) -> str | None:
-    """A tile of the state stays in registers: at most 128 numbers a thread."""
-    tile = int(config["BV"]) * int(facts["k_dim"])
-    if tile > 128 * 32 * int(config["num_warps"]):
-        return f"a tile of {config['BV']} x {facts['k_dim']} needs more than {config['num_warps']} warps"
-    return None
+def _tile_in_registers(facts: Facts, config: Config, elements: int) -> str | None:
+    got = _elements(facts, config)
+    return f"BV={config['BV']} gives a thread {got} elements of a tile; more than {elements} spill" if got > elements else None
 
 
 def kda_copy(facts: Facts, device: Device, config: Config) -> str | None:
