@@ -328,6 +328,8 @@ class Plan:
             launch(**inputs)
             if self.device.platform == "cuda":
                 torch.cuda.synchronize(where)
+        except torch.cuda.OutOfMemoryError:
+            raise  # says nothing about the kernel
         except Exception as error:
             return error
         return None

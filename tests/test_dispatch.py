@@ -200,6 +200,12 @@ def test_d15_out_of_resources_takes_the_fallback_too(bind: Any, monkeypatch: pyt
     assert "fallback" in dict(decision.considered)["fake.small"]
 
 
+def test_a_full_memory_is_no_reason_to_fall_back(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["fake_kernels"], "ERROR", torch.cuda.OutOfMemoryError("CUDA out of memory"), raising=False)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        bind(ring=32).warmup()
+
+
 def test_a_mistake_in_a_backend_is_not_taken_for_a_compile_error(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["fake_kernels"], "breaks", lambda write_pos: None)
     with pytest.raises(kernreg.RegistrationError, match="argument 'fold' of the op is missing"):

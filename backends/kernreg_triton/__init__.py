@@ -104,7 +104,7 @@ _KDA = (
         config={"BV": (8, 16, 32, 64), "num_warps": (1, 2, 4, 8)},
         default={"BV": 32, "num_warps": 2},
         why_not=_limits.kda,
-        sources=(*_KDA_STEP, *_COPY),
+        sources=(*_KDA_STEP, "kernreg_triton._accepted"),
         doc="verify's own step over the accepted records, one program per layer, row, value head and V tile",
     ),
     Kernel(
