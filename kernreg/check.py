@@ -184,16 +184,11 @@ def _fact(op: Op, fact: Fact, args: Mapping[str, Any], dims: Mapping[str, int], 
         "dtype": lambda: dtypes[words[0]],
         "has": lambda: args[words[0]] is not None,
         "arg": lambda: _declared(op, fact, words[0], args[words[0]]),
-        "which": lambda: _first_given(words, args),
+        "which": lambda: next(v for v, names in fact.choices.items() if all(args[n] is not None for n in names)),
         "index": lambda: index_fact(op, args),
         "layout": lambda: "aligned" if _aligned(op, args) else "any",
     }
     return read[kind]()
-
-
-def _first_given(words: list[str], args: Mapping[str, Any]) -> str:
-    choices = (word.partition("=") for word in words)
-    return next(value for value, _, names in choices if all(args[n] is not None for n in filter(None, names.split("+"))))
 
 
 def _declared(op: Op, fact: Fact, name: str, value: Any) -> FactValue:
@@ -302,9 +297,8 @@ def presence(op: Op, facts: Mapping[str, FactValue]) -> dict[str, bool]:
         if kind == "has":
             given[words[0]] = bool(facts[name])
         elif kind == "which":
-            choices = {value: set(filter(None, names.split("+"))) for value, _, names in (w.partition("=") for w in words)}
-            chosen = choices[str(facts[name])]
-            given |= {argument: argument in chosen for argument in set().union(*choices.values())}
+            chosen = fact.choices[str(facts[name])]
+            given |= {argument: argument in chosen for names in fact.choices.values() for argument in names}
     for names in op.together:
         for name in names:
             given |= {other: given[name] for other in names if name in given}

@@ -85,6 +85,13 @@ class Fact:
     values: tuple[FactValue, ...] = ()
     doc: str = ""
 
+    @property
+    def choices(self) -> dict[str, tuple[str, ...]]:
+        """Of a ``which`` source: each value in order, and the arguments that must be given for it; of any other, nothing."""
+        kind, *words = self.source.split()
+        split = (word.partition("=") for word in words if kind == "which")
+        return {value: tuple(filter(None, names.split("+"))) for value, _, names in split}
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -288,6 +295,11 @@ class Kernel:
         return None
 
 
+def variant_id(kernel: str, config: Config) -> str:
+    """How a variant is spelled in files, logs and messages: ``triton.per_head[BV=32,num_warps=4]``."""
+    return kernel + (f"[{','.join(f'{k}={v}' for k, v in config.items())}]" if config else "")
+
+
 @dataclass(frozen=True)
 class Variant:
     """A kernel with one launch config."""
@@ -298,7 +310,7 @@ class Variant:
     @property
     def id(self) -> str:
         """``triton.per_head[BV=32,num_warps=4]``."""
-        return self.kernel.name + (f"[{','.join(f'{k}={v}' for k, v in self.config)}]" if self.config else "")
+        return variant_id(self.kernel.name, dict(self.config))
 
     def __repr__(self) -> str:
         return f"<variant {self.id}>"

@@ -26,7 +26,7 @@ from kernreg import registry as registries
 from kernreg.check import argument_source, check_fact, check_facts, declared_values, facts_of, signature_source
 from kernreg.contract import Case, ContractError, FactValue, Op, Variant, format_facts
 from kernreg.device import Device
-from kernreg.guard import guard
+from kernreg.guard import STEP_DIMS, guard
 from kernreg.policy import Decision, Override, Policy, PolicyError
 from kernreg.registry import Registry, UnknownError, no_backends
 
@@ -580,7 +580,7 @@ def _hint_source(op: Op) -> str:
     parts = ["forced()"]
     wanted = {w for f in op.facts.values() for w in f.source.split()[1:] if f.source.startswith(("dim ", "heads "))}
     first = next(iter(op.tensors))
-    by_calm = sorted(op.tensors.items(), key=lambda item: bool({"B", "N", "B1"} & set(item[1].dims)))
+    by_calm = sorted(op.tensors.items(), key=lambda item: bool(STEP_DIMS & set(item[1].dims)))
     for name, spec in by_calm:
         if name not in op.optional and wanted & set(spec.dims):
             wanted -= set(spec.dims)
@@ -588,9 +588,9 @@ def _hint_source(op: Op) -> str:
     parts += [f"{first}.get_device()", f"{op.batch}.dtype"]
     for fact in op.facts.values():
         kind, *words = fact.source.split()
-        names = [n for word in words for n in word.partition("=")[2].split("+")] if kind == "which" else words
-        parts += [f"{n} is None" for n in names if n and kind in ("has", "which")]
-        parts += [n for n in names if kind == "arg"]
+        optional = words if kind == "has" else [name for names in fact.choices.values() for name in names]
+        parts += [f"{name} is None" for name in optional]
+        parts += words if kind == "arg" else []
     return ", ".join(parts) + ","
 
 

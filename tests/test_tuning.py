@@ -25,7 +25,7 @@ import pytest
 from worker_tasks import sick, work
 
 from kernreg import ops
-from kernreg.contract import Backend, Kernel
+from kernreg.contract import Backend, Kernel, variant_id
 from kernreg.device import Device
 from kernreg.policy_file import parse
 from kernreg.registry import Registry
@@ -750,7 +750,7 @@ def test_a_candidate_that_fails_costs_itself_and_is_recorded(tmp_path: Path) -> 
     assert {r.variant for r in results if r.stage != "failed"} == {r.variant for r in clean} - {winner}
     assert {(r.variant, r.step, r.reason) for r in results if r.stage == "failed"} == {(winner, "launch", "killed by signal 11")}
     takes = [row.entries[0].use for row in parse(build(results)).ops[OP.name]]
-    assert winner not in [journal.variant_id(use.kernel, use.config) for use in takes]
+    assert winner not in [variant_id(use.kernel, use.config) for use in takes]
 
 
 def test_what_the_policy_takes_is_timed_everywhere(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kernreg.contract import FactValue
+from kernreg.contract import FactValue, variant_id
 
 SCHEMA = 1
 STAGES = ("quick", "full", "failed")
@@ -140,11 +140,6 @@ FIELDS = (
     *("run", "op", "row", "facts", "batch", "load", "use", "config", "stage", "us", "samples", "copies", "work", "step"),
     *("reason", "digest", "reference", "conditions", "device", "software", "command", "date"),
 )
-
-
-def variant_id(kernel: str, config: Mapping[str, FactValue]) -> str:
-    """As `kernreg.contract.Variant.id`: ``triton.per_head[BV=32]``."""
-    return kernel + (f"[{','.join(f'{k}={v}' for k, v in config.items())}]" if config else "")
 
 
 def canonical(value: Mapping[str, Any]) -> str:

@@ -16,9 +16,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from kernreg.contract import FactValue, Variant, format_facts
+from kernreg.contract import FactValue, Variant, format_facts, variant_id
 from kernreg.tuning.cells import Cell, Grid, Rotation, grid
-from kernreg.tuning.journal import variant_id
 from kernreg.tuning.screen import Failure, screen
 from kernreg.tuning.workers import Crash, Note, Workers
 
