@@ -30,7 +30,7 @@ from kernreg.device import Device
 from kernreg.policy_file import parse
 from kernreg.registry import Registry
 from kernreg.tuning import build as building
-from kernreg.tuning import cells, journal, measure, screen
+from kernreg.tuning import cells, grids, journal, measure, screen
 from kernreg.tuning.build import build, leaders, scalar, write
 from kernreg.tuning.journal import Journal, JournalError, Result, canonical
 from kernreg.tuning.measure import Candidate, FakeBench, Timing
@@ -490,7 +490,7 @@ def test_the_reset_is_taken_off_and_the_rest_shared_by_the_copies() -> None:
 def small_cell(**facts: Any) -> cells.Cell:
     """Three copies of two rows of a tiny pool."""
     key = {"ring": 16, "heads": "2/1", "k_dim": 64, "v_dim": 16, "state": "f32", "ring_dtype": "f16", **facts}
-    cell = cells._commit_cell(OP, {"folding": "every", **key}, 2, 4, False)
+    cell = grids.commit_cell(OP, {"folding": "every", **key}, 2, 4, False)
     return replace(cell, load={**cell.load, "layers": 2}, touched=int(cells.COLD_BYTES / 2.5))
 
 
@@ -499,9 +499,9 @@ def test_a_rotation_touches_its_rows_once_and_puts_only_the_cursors_back() -> No
 
     cell = small_cell()
     assert cell.copies == 3
-    rotation = cells.Rotation.make(cells.gdn_ring_commit(OP), cell, "cpu")
+    rotation = cells.Rotation.make(grids.gdn_ring_commit(OP), cell, "cpu")
     before = rotation.inputs["state"].clone()
-    calls = list(rotation.calls())
+    calls = rotation.calls
     slots = [slot for call in calls for slot in call["slots"].tolist()]
     assert len(set(slots)) == 6 and all(call["slots"].shape == (2,) for call in calls)
     for call in calls:
@@ -516,36 +516,16 @@ def test_a_rotation_touches_its_rows_once_and_puts_only_the_cursors_back() -> No
 
 
 def test_cells_of_a_block_share_a_pool() -> None:
-    grid = cells.gdn_ring_commit(OP)
+    grid = grids.gdn_ring_commit(OP)
     cell = small_cell(track=True)
     longer = replace(cell, load={**cell.load, "history": 16, "accept": 2, "track_step": 1})
     assert cell.block == longer.block == replace(cell, facts={**cell.facts, "folding": "lazy"}).block
     rotation = cells.Rotation.make(grid, cell, "cpu")
     state = rotation.inputs["state"]
     rotation.use(longer)
-    call = next(rotation.calls())
+    call = rotation.calls[0]
     assert call["state"] is state
     assert (call["write_pos"][0], call["accept"][0], call["track_step"][0]) == (16, 2, 1)
-
-
-def test_the_default_grid_is_balanced_from_the_start_and_within_memory() -> None:
-    grid = cells.gdn_ring_commit(OP)
-    rows = [canonical(cell.row) for cell in grid.cells]
-    assert len(set(rows)) == 8 and len(grid.cells) == len({(canonical(c.row), canonical(c.where)) for c in grid.cells})
-    for stop in range(16, len(rows), 16):
-        counts = Counter(rows[:stop])
-        assert len(counts) == 8
-        assert max(counts.values()) - min(counts.values()) <= 2 or stop > 128  # lazy rows have fewer cells
-    assert all(cell.copies * cell.touched >= cells.COLD_BYTES for cell in grid.cells)
-    anchors = [cell.anchor for cell in grid.cells]
-    assert anchors == sorted(anchors, reverse=True)
-    for cell in grid.cells:
-        assert cell.facts == {**cell.facts, **cell.row, **cell.shown} and set(cell.facts) == set(OP.facts)
-    shards = [cells.shard(grid, part).cells for part in ("1/3", "2/3", "3/3")]
-    assert sorted(map(repr, grid.cells)) == sorted(repr(cell) for shard in shards for cell in shard)
-    assert not {canonical(c.row) for c in shards[0]} & {canonical(c.row) for c in shards[1]}
-    with pytest.raises(ValueError, match="a shard looks like"):
-        cells.shard(grid, "4/3")
 
 
 # --- screens
@@ -705,7 +685,7 @@ def fake_registry() -> Registry:
 
 
 def small_grid(op: Any = OP) -> cells.Grid:
-    return cells.gdn_ring_commit(op, rings=(16, 64), heads=("12/4",))
+    return grids.gdn_ring_commit(op, rings=(16, 64), heads=("12/4",))
 
 
 def tuner(path: Path, bench: FakeBench, **more: Any) -> Tuner:
@@ -856,7 +836,7 @@ def options(folder: Path, *more: str) -> list[str]:
 def test_the_tool_measures_builds_and_shows_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = tool().main
     assert main(["all", *options(tmp_path, "--dry-run")], fake_registry()) == 0
-    assert "56 cells, 32 of them anchors, 576 quick timings" in capsys.readouterr().out.replace("\n", " ")
+    assert "60 cells, 36 of them anchors, 648 quick timings" in capsys.readouterr().out.replace("\n", " ")
     assert not (tmp_path / "p.yaml").exists()
     assert main(["measure", *options(tmp_path, "--limit-seconds", "0")], fake_registry()) == 3
     assert main(["all", *options(tmp_path, "--run", RUN)], fake_registry()) == 0
@@ -945,7 +925,7 @@ def test_a_copy_is_timed_at_the_speed_of_memory(tmp_path: Path) -> None:
     from kernreg import registry as registries
 
     found = devices.current()
-    cell = next(c for c in cells.gdn_ring_commit(OP).cells if c.batch == 8 and not c.facts["track"])
+    cell = next(c for c in grids.gdn_ring_commit(OP).cells if c.batch == 8 and not c.facts["track"])
     bench = measure.GpuBench(0, found.uuid, "torch.reference", cores=2)
     kernels = [k for k in registries.default().kernels(OP.name) if k.why_not(cell.facts, found, k.default) is None]
     candidates = [Candidate.of(k.variant()) for k in kernels if k.backend != "torch"]

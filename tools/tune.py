@@ -27,7 +27,8 @@ from kernreg.device import Device
 from kernreg.policy import Policy, PolicyError, lint, parse
 from kernreg.registry import Registry
 from kernreg.tuning.build import build, incumbents, write
-from kernreg.tuning.cells import GRIDS, Grid, grid, shard
+from kernreg.tuning.cells import Grid, shard
+from kernreg.tuning.grids import GRIDS, grid
 from kernreg.tuning.journal import Journal, JournalError, Result, read
 from kernreg.tuning.measure import Bench, FakeBench, GpuBench, Watch, interrupted, software
 from kernreg.tuning.tuner import Tuner, last_run, now, reference_of

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from kernreg.contract import FactValue, Variant, format_facts, variant_id
-from kernreg.tuning.cells import Cell, Grid, Rotation, grid
+from kernreg.tuning.cells import Cell, Grid, Rotation
+from kernreg.tuning.grids import grid
 from kernreg.tuning.screen import Failure, screen
 from kernreg.tuning.workers import Crash, Note, Workers
 
@@ -296,7 +297,7 @@ class CudaTimer:
                 if not context_is_usable():
                     raise
         note("")
-        return {**outcomes, **self._replay(graphs, self._capture(rotation.reset), task, note)}
+        return {**outcomes, **self._replay(graphs, self._capture(rotation.reset) if rotation.kept else None, task, note)}
 
     def _rotation(self, grid: Grid, cell: Cell) -> Rotation:
         import torch
@@ -316,12 +317,12 @@ class CudaTimer:
 
         launch = launcher(self.registry, _variant(self.registry, candidate), rotation.cell.facts)
         rotation.reset()
-        launch(**next(rotation.calls()))
+        launch(**rotation.calls[0])
         torch.cuda.synchronize()
 
         def run() -> None:
             rotation.reset()
-            for arguments in rotation.calls():
+            for arguments in rotation.calls:
                 launch(**arguments)
 
         return self._capture(run)
@@ -358,7 +359,7 @@ class CudaTimer:
         order = list(shuffled_rounds(replays, task.seed))
         conditions: dict[str, Any] = {}
         for number, name in enumerate(order):
-            overhead.append(_elapsed_us(reset))
+            overhead.append(_elapsed_us(reset) if reset else 0.0)
             samples[name].append(replay(name))
             if number == len(order) // 2:
                 conditions = self.watch.read()
