@@ -137,10 +137,10 @@ def _gdn_verify_row(op: Op, ring: int, draft: int, state: str) -> Iterator[list[
     for head, batch in points:
         facts: dict[str, FactValue] = {"ring": ring, "draft": draft, "state": state, "heads": head}
         anchor = head == "48/16" and batch != 8
-        yield [_gdn_verify_cell(op, facts, batch, history, anchor) for history in histories]
+        yield [gdn_verify_cell(op, facts, batch, history, anchor) for history in histories]
 
 
-def _gdn_verify_cell(op: Op, given: Mapping[str, FactValue], batch: int, history: int, anchor: bool) -> Cell:
+def gdn_verify_cell(op: Op, given: Mapping[str, FactValue], batch: int, history: int, anchor: bool) -> Cell:
     facts = complete(op, given)
     value_heads, key_heads = _heads(facts)
     state, tokens = _state_bytes(facts, value_heads, "state"), int(facts["draft"])
@@ -206,12 +206,12 @@ def kda_chain_verify(op: Op, drafts: Iterable[int] = DRAFTS, heads: Iterable[str
 
 def _kda_verify_row(op: Op, mode: str, draft: int, heads: str) -> Iterator[list[Cell]]:
     for batch in KDA_BATCHES:
-        cell = _kda_verify_cell(op, {"mode": mode, "draft": draft, "heads": heads}, batch, batch in (1, 16, 128))
+        cell = kda_verify_cell(op, {"mode": mode, "draft": draft, "heads": heads}, batch, batch in (1, 16, 128))
         if cell.work * cell.copies <= MOST_BYTES:
             yield [cell]
 
 
-def _kda_verify_cell(op: Op, given: Mapping[str, FactValue], batch: int, anchor: bool) -> Cell:
+def kda_verify_cell(op: Op, given: Mapping[str, FactValue], batch: int, anchor: bool) -> Cell:
     facts = complete(op, given)
     value_heads, key_heads = _heads(facts)
     k_dim, v_dim, tokens = int(facts["k_dim"]), int(facts["v_dim"]), int(facts["draft"])
@@ -258,14 +258,14 @@ def _kda_commit_row(op: Op, ring: int, heads: Iterable[str]) -> Iterator[list[Ce
     anchors = {("8/8", 64), ("32/32", 1), ("8/8", 1)}
     for head, batch in sorted(product(heads, COMMIT_BATCHES), key=lambda point: point not in anchors):
         facts: dict[str, FactValue] = {"ring": ring, "heads": head}
-        block = [_kda_commit_cell(op, facts, batch, accept, (head, batch) in anchors) for accept in (ring, 1)]
+        block = [kda_commit_cell(op, facts, batch, accept, (head, batch) in anchors) for accept in (ring, 1)]
         if block[0].work * block[0].copies <= MOST_BYTES:
             yield block
     for batch in (64, 1):
-        yield [_kda_commit_cell(op, {"ring": ring, "heads": "8/8", "track": True}, batch, ring, False)]
+        yield [kda_commit_cell(op, {"ring": ring, "heads": "8/8", "track": True}, batch, ring, False)]
 
 
-def _kda_commit_cell(op: Op, given: Mapping[str, FactValue], batch: int, accept: int, anchor: bool) -> Cell:
+def kda_commit_cell(op: Op, given: Mapping[str, FactValue], batch: int, accept: int, anchor: bool) -> Cell:
     facts = complete(op, given)
     state = _state_bytes(facts, _heads(facts)[0], "state")
     moved = state * (3 if facts["track"] else 2) + accept * _kda_record_bytes(facts)

@@ -1,0 +1,457 @@
+"""What the policy chooses beside SGLang's public kernels, on the same tensors in one run; needs a GPU and SGLang's kernels.
+
+    python tools/compare.py                          every section, into tools/measurements/<device>.compare.jsonl
+    python tools/compare.py kda gdn --limit-seconds 200
+
+Sections: `gdn` and `kda` (the keys that are quoted most), `gdn-grid` and `kda-grid` (wide grids), `step` (whole decoding
+steps in one CUDA graph), `errors` (each side against float64). Times are medians of replayed CUDA graphs with a cold L2,
+contestants interleaved in shuffled rounds. The limit is the bytes that must move over the copy bandwidth, which the run
+measures first.
+The file is written anew when a run is complete, and in steps beside it before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import public_kernels
+
+import kernreg
+from kernreg import registry
+from kernreg.contract import Case, FactValue, Op, format_facts
+from kernreg.device import Device, current
+from kernreg.dispatch import Plan
+from kernreg.tuning import grids
+from kernreg.tuning.cells import Cell, Grid, Rotation
+from kernreg.tuning.measure import Watch, percentiles, shuffled_rounds, software
+from kernreg.tuning.tuner import now
+
+FOLDER = Path(__file__).resolve().parent / "measurements"
+OURS = "kernreg"
+REGISTRY = registry.default()
+Runs = Mapping[str, Callable[[], None]]
+
+
+# --- timing
+
+
+def capture(run: Callable[[], None]) -> Any:
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def elapsed_us(graph: Any) -> float:
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def replayed(runs: Runs, before: Callable[[], None] | None, budget_us: float = 40_000.0) -> dict[str, list[float]]:
+    """Percentiles 20, 50, 80 of each contestant's time in microseconds, without `before`, which puts cursors back."""
+    graphs = {name: capture(run) for name, run in runs.items()}
+    reset = capture(before) if before else None
+    first = {name: elapsed_us(graph) for name, graph in graphs.items()}
+    rounds = {name: max(5, min(21, int(budget_us / us))) for name, us in first.items()}
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    alone: list[float] = []
+    for name in shuffled_rounds(rounds, seed=1):
+        alone.append(elapsed_us(reset) if reset else 0.0)
+        samples[name].append(elapsed_us(graphs[name]))
+    off = percentiles(alone)[1]
+    return {name: [us - off for us in percentiles(values)] for name, values in samples.items()}
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a large copy."""
+    import torch
+
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    us = replayed({"copy": lambda: target.copy_(source) and None}, None)["copy"][1]
+    return float(2 * source.numel() / us * 1e6)
+
+
+# --- what is compared
+
+
+@dataclass
+class Comparison:
+    """One run: where its lines go, and what is the same for all."""
+
+    device: Device
+    out: Any
+    limit: float
+    software: Mapping[str, str]
+    command: str
+    bandwidth: float = 0.0
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def late(self) -> bool:
+        return time.monotonic() > self.limit
+
+    def write(self, **line: Any) -> None:
+        device = {"id": self.device.id, "name": self.device.name, "arch": self.device.arch_name, "sms": self.device.sms}
+        line |= {"device": device, "software": self.software, "command": self.command, "date": now()}
+        self.lines.append(line)
+        self.out.write(json.dumps(line) + "\n")
+        self.out.flush()
+
+
+def plan_of(op: Op | str, facts: Mapping[str, Any]) -> Plan:
+    return kernreg.bind(op, device="cuda", **facts)
+
+
+def digest(op: str, variant: str) -> str:
+    return REGISTRY.source_digest(REGISTRY.kernel(op, variant.partition("[")[0]))[:16]
+
+
+def compare_cell(run: Comparison, section: str, grid: Grid, rotation: Rotation, tried: Mapping[str, str] | None = None) -> None:
+    """Time the plan's choice and every public variant on one cell, and write the line."""
+    cell = rotation.cell
+    plan = plan_of(grid.op, cell.facts)
+    chosen = plan.explain(cell.batch).variant.id
+    contestants: dict[str, Callable[..., Any]] = {OURS: plan, **public_kernels.variants(grid.op.name)}
+
+    def walk(call: Callable[..., Any]) -> Callable[[], None]:
+        def all_calls() -> None:
+            rotation.reset()
+            for arguments in rotation.calls:
+                call(**arguments)
+
+        return all_calls
+
+    usable, failed = {}, {}
+    for name, call in contestants.items():
+        try:
+            rotation.reset()
+            call(**rotation.calls[0])
+            usable[name] = walk(call)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            if name == OURS:
+                raise
+    times = replayed(usable, rotation.reset if rotation.kept else None)
+    us = {name: [round(part / cell.copies, 3) for part in parts] for name, parts in times.items()}
+    theirs = min((name for name in us if name != OURS), key=lambda name: us[name][1], default=None)
+    line = {
+        "section": section,
+        "op": cell.op,
+        "facts": {**cell.row, **cell.shown},
+        "batch": cell.batch,
+        "load": dict(cell.load),
+        "kernel": chosen,
+        "digest": digest(cell.op, chosen),
+        "us": us[OURS],
+        "limit_us": round(cell.work / run.bandwidth * 1e6, 3),
+        "public": theirs,
+        "public_us": us[theirs] if theirs else None,
+        "all_public": {name: parts[1] for name, parts in us.items() if name != OURS},
+        "failed": failed,
+    }
+    run.write(**line)
+    print(_row(line), flush=True)
+
+
+def _row(line: Mapping[str, Any]) -> str:
+    where = format_facts([*line["facts"].items(), ("batch", line["batch"]), *line["load"].items()])
+    ours, limit = line["us"][1], line["limit_us"]
+    text = f"{line['op']} {where}: {ours:.2f} us, {limit / ours:.0%} of the limit {limit:.2f}"
+    if line["public"]:
+        text += f", public {line['public_us'][1]:.2f} ({line['public']}), {line['public_us'][1] / ours:.2f}x"
+    return text + f"; {line['kernel']}"
+
+
+def compare_cells(run: Comparison, section: str, cells: Iterable[Cell]) -> None:
+    import torch
+
+    rotation: Rotation | None = None
+    for cell in cells:
+        if run.late():
+            return
+        grid = grids.grid(REGISTRY, cell.op)
+        if rotation is None or rotation.cell.block != cell.block:
+            rotation = None
+            torch.cuda.empty_cache()
+            rotation = Rotation.make(grid, cell, "cuda")
+            torch.cuda.empty_cache()
+        rotation.use(cell)
+        compare_cell(run, section, grid, rotation)
+
+
+# --- sections
+
+
+def gdn_lines() -> Iterator[Cell]:
+    commit, verify = REGISTRY.op("gdn_ring_commit"), REGISTRY.op("gdn_ring_verify")
+
+    def folded(ring: int, batch: int, history: int, **facts: FactValue) -> Cell:
+        given: dict[str, FactValue] = {"ring": ring, "folding": "every", "state": "bf16", "heads": "48/16", **facts}
+        return grids.commit_cell(commit, given, batch, history, False)
+
+    yield folded(16, 128, 4)
+    yield folded(16, 1, 4)
+    yield folded(16, 1, 4, heads="12/4")
+    yield folded(64, 64, 4)
+    yield folded(128, 64, 4)
+    yield folded(128, 64, 128)
+    yield folded(16, 64, 4, state="f32")
+    yield folded(16, 64, 4, track=True)
+    for batch in (1, 8, 32, 128):
+        facts: dict[str, FactValue] = {"ring": 16, "draft": 8, "state": "bf16", "heads": "48/16"}
+        yield grids.gdn_verify_cell(verify, facts, batch, 4, False)
+
+
+def kda_lines() -> Iterator[Cell]:
+    verify, commit = REGISTRY.op("kda_chain_verify"), REGISTRY.op("kda_ring_commit")
+    for draft, heads, batch in product((4, 8), ("8/8",), (1, 4, 16, 64, 128)):
+        yield grids.kda_verify_cell(verify, {"mode": "ring", "draft": draft, "heads": heads}, batch, False)
+    yield grids.kda_commit_cell(commit, {"ring": 4, "heads": "8/8"}, 64, 4, False)
+    yield grids.kda_commit_cell(commit, {"ring": 4, "heads": "32/32"}, 1, 4, False)
+
+
+def gdn_grid() -> Iterator[Cell]:
+    """Every history of a ring on one pool, so that pools are made once."""
+    op = REGISTRY.op("gdn_ring_commit")
+    for batch, ring, state, track in product((1, 8, 32, 128), (16, 32, 64, 128), ("bf16", "f32"), (False, True)):
+        for history in dict.fromkeys((4, 16, ring)):
+            facts: dict[str, FactValue] = {"ring": ring, "state": state, "track": track, "heads": "48/16"}
+            folding = "lazy" if state == "f32" and history == ring else "every"
+            yield grids.commit_cell(op, {**facts, "folding": folding}, batch, history, False)
+
+
+def kda_grid() -> Iterator[Cell]:
+    op = REGISTRY.op("kda_chain_verify")
+    batches = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)
+    for heads, draft, mode, batch in product(("8/8", "32/32"), (4, 8), ("ring", "snapshot"), batches):
+        yield grids.kda_verify_cell(op, {"mode": mode, "draft": draft, "heads": heads}, batch, False)
+
+
+SECTIONS: Mapping[str, Callable[[], Iterator[Cell]]] = {
+    "kda": kda_lines,
+    "gdn": gdn_lines,
+    "kda-grid": kda_grid,
+    "gdn-grid": gdn_grid,
+}
+
+
+# --- whole steps
+
+
+def gdn_step(batch: int) -> tuple[dict[str, Callable[[], None]], int, list[str]]:
+    """48 layers of verify (8 tokens), one advance, one commit of all layers; every row accepts 4 and folds.
+
+    Returns: the step of each side, how many steps a run holds, and what ours chose.
+    """
+    commit, verify = grids.grid(REGISTRY, "gdn_ring_commit"), grids.grid(REGISTRY, "gdn_ring_verify")
+    facts: dict[str, FactValue] = {"ring": 16, "state": "bf16", "heads": "48/16"}
+    folded = grids.commit_cell(commit.op, {**facts, "folding": "every"}, batch, 4, False)
+    pools = Rotation.make(commit, folded, "cuda")
+    window = grids.gdn_verify_cell(verify.op, {**facts, "draft": 8}, batch, 4, False)
+    tokens = verify.op.samples.make_inputs(verify.case(window, batch), device="cuda")
+    tokens = {name: value for name, value in tokens.items() if name in _GDN_TOKENS}
+    accept = pools.inputs["slots"].new_full((batch,), 4)
+    ours = {
+        "commit": plan_of(commit.op, folded.facts),
+        "verify": plan_of(verify.op, window.facts),
+        "advance": plan_of("gdn_ring_advance", {"ring": 16}),
+    }
+    theirs: dict[str, Callable[..., Any]] = {
+        "commit": public_kernels.gdn_ring_commit,
+        "verify": public_kernels.gdn_ring_verify,
+        "advance": public_kernels.gdn_ring_advance,
+    }
+
+    def step(side: Mapping[str, Callable[..., Any]], public: bool) -> Callable[[], None]:
+        def run() -> None:
+            pools.inputs["write_pos"].zero_()
+            for call in pools.calls:
+                for layer in range(grids.GDN_LAYERS):
+                    side["verify"](**tokens, **{name: _layer(call[name], layer) for name in _GDN_POOLS})
+                cursors = {name: call[name] for name in ("write_pos", "fold", "rows", "slots")}
+                base = {"base": call["base"]} if public else {}
+                side["advance"](**cursors, **base, accept=accept, ring=16, margin=None, null_slot=-1)
+                side["commit"](**call)
+
+        return run
+
+    chosen = [f"{name}: {plan.explain(batch).variant.id}" for name, plan in ours.items()]
+    return {OURS: step(ours, False), "public": step(theirs, True)}, folded.copies, chosen
+
+
+_GDN_TOKENS = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "cu_seqlens", "draft", "scale", "null_slot")
+_GDN_RINGS = ("state", "ring_u", "ring_k", "ring_g", "ring_u_low", "ring_k_low")
+_GDN_POOLS = (*_GDN_RINGS, "write_pos", "base", "slots", "rows")
+
+
+def _layer(value: Any, layer: int) -> Any:
+    return value[layer] if value.ndim > 2 else value
+
+
+def kda_step(batch: int) -> tuple[dict[str, Callable[[], None]], int, list[str]]:
+    """20 layers of verify (4 tokens, ring mode) and one commit of all layers; every row accepts 4."""
+    commit, verify = grids.grid(REGISTRY, "kda_ring_commit"), grids.grid(REGISTRY, "kda_chain_verify")
+    replayed_cell = grids.kda_commit_cell(commit.op, {"ring": 4, "heads": "8/8"}, batch, 4, False)
+    pools = Rotation.make(commit, replayed_cell, "cuda")
+    window = grids.kda_verify_cell(verify.op, {"mode": "ring", "draft": 4, "heads": "8/8"}, batch, False)
+    tokens = Rotation.make(verify, window, "cuda")
+    ours = {
+        "commit": plan_of(commit.op, replayed_cell.facts),
+        "verify": plan_of(verify.op, window.facts),
+    }
+
+    def step(check: Callable[..., Any], fold: Callable[..., Any]) -> Callable[[], None]:
+        def run() -> None:
+            for call in pools.calls:
+                rings = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
+                for layer in range(grids.KDA_LAYERS):
+                    own = {name: call[name][layer] for name in rings}
+                    check(**{**tokens.calls[layer % len(tokens.calls)], **own, "slots": call["slots"]})
+                fold(**call)
+
+        return run
+
+    fused = {f"fused {b}/{w}": (b, w) for b, w in public_kernels.FUSED_TILES}
+    theirs = {name: public_kernels.variants("kda_chain_verify")[name] for name in ("unfused", *fused)}
+    sides = {name: step(call, public_kernels.kda_ring_commit) for name, call in theirs.items()}
+    chosen = [f"{name}: {plan.explain(batch).variant.id}" for name, plan in ours.items()]
+    return {OURS: step(ours["verify"], ours["commit"]), **sides}, replayed_cell.copies, chosen
+
+
+def compare_steps(run: Comparison) -> None:
+    import torch
+
+    steps = [("gdn_step", gdn_step, batch) for batch in (1, 32, 128)] + [("kda_step", kda_step, batch) for batch in (1, 16, 128)]
+    for name, make, batch in steps:
+        if run.late():
+            return
+        sides, copies, chosen = make(batch)
+        us = {side: [round(part / copies, 3) for part in parts] for side, parts in replayed(sides, None).items()}
+        theirs = min((side for side in us if side != OURS), key=lambda side: us[side][1])
+        ops = {"gdn_step": ("gdn_ring_commit", "gdn_ring_verify", "gdn_ring_advance")}.get(
+            name, ("kda_ring_commit", "kda_chain_verify")
+        )
+        digests = {op: digest(op, text.partition(": ")[2]) for op, text in zip(ops, chosen, strict=True)}
+        run.write(
+            section="step", op=name, batch=batch, kernel=chosen, digest=digests, us=us[OURS], public=theirs, public_us=us[theirs]
+        )
+        print(
+            f"{name} batch {batch}: {us[OURS][1]:.1f} us, public {us[theirs][1]:.1f} ({theirs}), "
+            f"{us[theirs][1] / us[OURS][1]:.2f}x; {'; '.join(chosen)}",
+            flush=True,
+        )
+        del sides
+        torch.cuda.empty_cache()
+
+
+# --- errors
+
+
+def error_cases() -> Iterator[tuple[str, Case]]:
+    """Real dims, plain memory: what both sides can do."""
+    for mode, draft, gate in product(("ring", "snapshot"), (4, 8), ("safe", "softplus")):
+        facts: dict[str, Any] = {"mode": mode, "draft": draft, "heads": "8/8", "gate": gate}
+        yield "kda_chain_verify", Case(f"{mode}_{draft}_{gate}", _whole("kda_chain_verify", facts), 8, {"poison": 0.0})
+    for draft in (4, 8):
+        options = {"accept": draft, "layers": 2, "poison": None}
+        yield "kda_ring_commit", Case(f"ring_{draft}", _whole("kda_ring_commit", {"ring": draft, "heads": "8/8"}), 8, options)
+    for ring, state in product((16, 64), ("bf16", "f32")):
+        facts = {"ring": ring, "state": state, "heads": "48/16"}
+        yield "gdn_ring_commit", Case(f"ring_{ring}_{state}", _whole("gdn_ring_commit", facts), 4, {"poison": None})
+        facts = {"ring": ring, "state": state, "heads": "48/16", "draft": 8}
+        yield "gdn_ring_verify", Case(f"ring_{ring}_{state}", _whole("gdn_ring_verify", facts), 4, {"poison": None})
+
+
+def _whole(op: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    return REGISTRY.op(op).complete(facts)
+
+
+def compare_errors(run: Comparison) -> None:
+    """The largest error against float64 of each side, as a part of what the contract allows."""
+    for name, case in error_cases():
+        if run.late():
+            return
+        op = REGISTRY.op(name)
+        inputs = op.samples.make_inputs(case, device="cuda")
+        reference = REGISTRY.load(REGISTRY.kernel(name, "torch.reference"))
+        sides = {OURS: plan_of(op, case.facts), **_shortened(public_kernels.variants(name))}
+        worst: dict[str, dict[str, float]] = {}
+        for side, call in sides.items():
+            checks = op.samples.parity(call, reference, inputs)
+            worst[side] = {
+                c.name.partition(" of ")[0]: float(f"{c.worst:.3g}") for c in checks if math.isfinite(c.worst) and c.worst
+            }
+        chosen = plan_of(op, case.facts).explain(case.batch).variant.id
+        run.write(
+            section="errors", op=name, case=case.id, batch=case.batch, kernel=chosen, digest=digest(name, chosen), worst=worst
+        )
+        for side, found in worst.items():
+            print(f"error {name} {case.id} {side}: {format_facts((k, f'{v:.3g}') for k, v in found.items())}", flush=True)
+
+
+def _shortened(public: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Settings of one public kernel differ in the order of sums only: two of them are enough."""
+    return {name: public[name] for name in list(public)[:3]}
+
+
+# --- command line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = (*SECTIONS, "step", "errors")
+    parser.add_argument("sections", nargs="*", choices=(*names, []), help=f"{', '.join(names)}; all if none is given")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(argv)
+    if (device := current()).platform != "cuda":
+        parser.error("needs a GPU")
+    if reason := public_kernels.available():
+        parser.error(reason)
+    output = args.output or FOLDER / f"{device.id}.compare.jsonl"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(".partial")
+    command = " ".join(["tools/compare.py", *(sys.argv[1:] if argv is None else argv)])
+    with partial.open("w", encoding="utf-8") as out:
+        versions = software(Watch(device.uuid))
+        run = Comparison(device, out, time.monotonic() + args.limit_seconds, versions, command)
+        run.bandwidth = copy_bandwidth()
+        run.write(section="copy", bytes_per_second=round(run.bandwidth))
+        print(f"copy bandwidth {run.bandwidth / 1e12:.2f} TB/s", flush=True)
+        for name in args.sections or names:
+            if name in SECTIONS:
+                compare_cells(run, name, SECTIONS[name]())
+            elif name == "step":
+                compare_steps(run)
+            else:
+                compare_errors(run)
+    if run.late():
+        print(f"stopped before the end; what there is: {partial}")
+        return 3
+    os.replace(partial, output)
+    print(f"wrote {output}: {len(run.lines)} lines")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
