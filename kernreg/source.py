@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -26,10 +27,18 @@ def module_digest(module: str) -> str:
     Raises:
         ModuleNotFoundError: no such module, or it has no Python source.
     """
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+    origin = _origin(module)
+    if not origin or not origin.endswith(".py"):
         raise ModuleNotFoundError(f"no Python source for module {module!r}", name=module)
-    return text_digest(Path(spec.origin).read_text(encoding="utf-8"))
+    return text_digest(Path(origin).read_text(encoding="utf-8"))
+
+
+def _origin(module: str) -> str | None:
+    if module == "__main__":  # a script has a file but no spec; an interactive session has neither
+        path: str | None = getattr(sys.modules[module], "__file__", None)
+        return path
+    spec = importlib.util.find_spec(module)
+    return spec.origin if spec else None
 
 
 def text_digest(text: str) -> str:

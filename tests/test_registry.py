@@ -259,3 +259,18 @@ def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch, value: s
     monkeypatch.setattr(module, "entry_points", lambda group: [EntryPoint("bad", value, group)])
     with pytest.raises(RegistrationError, match=f"entry point bad = {value}"):
         module.default.__wrapped__()
+
+
+def test_a_script_may_register_kernels_of_its_own(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from kernreg import registry\n"
+        "from kernreg.contract import Backend, Kernel\n"
+        "def serves(facts, device, config): return None\n"
+        "r = registry.default()\n"
+        "kernel = Kernel(op='gdn_ring_advance', name='mine.k', target='__main__:k', why_not=serves)\n"
+        "r.add(Backend('mine', kernels=(kernel,)))\n"
+        "print(r.digest, r.source_digest(kernel))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and len(done.stdout.split()) == 2, done.stderr
