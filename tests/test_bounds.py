@@ -15,7 +15,7 @@ import bounds  # noqa: E402
 
 
 def rows(number: int, kernel: str, **values: tuple[str, str]) -> list[dict[str, str]]:
-    given = {name: ("1", "") for name in bounds.METRICS} | values
+    given = dict.fromkeys(bounds.METRICS, ("1", "")) | values
     return [
         {"ID": str(number), "Kernel Name": kernel, "Metric Name": bounds.METRICS[n], "Metric Value": value, "Metric Unit": unit}
         for n, (value, unit) in given.items()
