@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 from kernreg import policy
 from kernreg.contract import Kernel, Op
 from kernreg.device import Device
-from kernreg.policy import Decision, PolicyError
+from kernreg.evidence import Stale, stale_kernels
+from kernreg.policy import Decision, PolicyError, Problem
 from kernreg.registry import Registry
 
 Data: TypeAlias = dict[str, Any]
@@ -59,6 +60,9 @@ def decision_data(decision: Decision, device: Device) -> Data:
         "section": decision.section,
         "level": decision.level,
         "class": row.numerics if row else None,
+        "collapsed": decision.evidence.collapsed,
+        "bits": {**decision.evidence.bits, **decision.evidence.failed},
+        "stale": list(decision.evidence.stale),
         "us": decision.us,
         "runner_up": decision.runner_up,
         "next": decision.next,
@@ -91,17 +95,39 @@ def policy_data(path: Path, known: Registry) -> Data:
         loaded = policy.parse(text, path)
     except PolicyError as error:
         problem = {"severity": "error", "line": None, "column": None, "key": None, "text": str(error)}
-        return {"file": str(path), "digest": None, "errors": 1, "warnings": 0, "rows": 0, "problems": [problem]}
-    problems = [
-        {"severity": p.severity, "line": p.place.line, "column": p.place.column, "key": p.place.key, "text": str(p)}
-        for p in policy.lint(loaded, known)
-    ]
-    errors = sum(problem["severity"] == "error" for problem in problems)
+        return {"file": str(path), "digest": None, "errors": 1, "warnings": 0, "rows": 0, "problems": [problem], "stale": []}
+    found = policy.lint(loaded, known)
+    errors = sum(problem.severity == "error" for problem in found)
+    found += [] if errors else policy.staleness(loaded, known)  # a file that does not load has worse faults
     return {
         "file": str(path),
         "digest": loaded.digest,
         "errors": errors,
-        "warnings": len(problems) - errors,
+        "warnings": sum(problem.severity == "warning" for problem in found),
         "rows": sum(map(len, loaded.ops.values())) + len(loaded.pins),
-        "problems": problems,
+        "problems": [_problem_data(problem) for problem in found],
+        "stale": [] if errors else [_stale_data(stale) for stale in stale_kernels(loaded, known)],
+    }
+
+
+def _problem_data(problem: Problem) -> Data:
+    place = problem.place
+    return {
+        "severity": problem.severity,
+        "line": place.line,
+        "column": place.column,
+        "key": place.key,
+        "text": str(problem),
+    }
+
+
+def _stale_data(stale: Stale) -> Data:
+    return {
+        "line": stale.row.place.line,
+        "op": stale.row.op,
+        "kernel": stale.kernel,
+        "section": stale.section,
+        "measured": stale.measured,
+        "installed": stale.installed,
+        "said": stale.row.stale,
     }

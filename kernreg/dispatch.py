@@ -2,7 +2,8 @@
 
 `bind` fixes the static key and gives a `Plan`. Calling the plan checks the contract, looks the batch up in a table and
 launches; nothing on that path reads files, logs, compiles or waits for the device. The first use of a variant loads and
-compiles it on small made-up inputs; in a CUDA-graph capture that raises `NotWarm` instead.
+compiles it on small made-up inputs; in a CUDA-graph capture that raises `NotWarm` instead. Where the policy lets the batch
+choose among variants whose equal bits were not measured here, one of them serves every batch until warm-up measured them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kernreg import device as devices
 from kernreg import policy as policies
@@ -26,6 +27,7 @@ from kernreg import registry as registries
 from kernreg.check import argument_source, check_fact, check_facts, declared_values, facts_of, signature_source
 from kernreg.contract import Case, ContractError, FactValue, Op, Variant, format_facts
 from kernreg.device import Device
+from kernreg.evidence import Evidence, evidence_for, installed_triton
 from kernreg.guard import STEP_DIMS, guard
 from kernreg.policy import Decision, Override, Policy, PolicyError
 from kernreg.registry import Registry, UnknownError, no_backends
@@ -33,9 +35,13 @@ from kernreg.registry import Registry, UnknownError, no_backends
 if TYPE_CHECKING:
     import torch
 
+    from kernreg.numerics import Fingerprint
+
 log = logging.getLogger("kernreg")
 FORCE_VARIABLE = "KERNREG_FORCE"
 CHECK_VARIABLE = "KERNREG_CHECK"
+Fingerprinter: TypeAlias = "Callable[[Registry, Variant, Mapping[str, FactValue], str], Fingerprint]"
+T = TypeVar("T")
 LARGEST_BATCH = 2**31 - 1  # stands for every batch above the measured ones
 
 
@@ -123,12 +129,13 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Served:
-    """How often a variant served an op."""
+    """How often a variant served an op. note: why it serves batches for which the policy names another; mostly empty."""
 
     op: str
     key: str
     variant: str
     calls: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,17 @@ class Binding:
             self.policy, self.registry, self.device, self.op, self.facts, batch, self.overrides, section=self.section
         )
 
+    def evidence(self, triton: str | None) -> Evidence:
+        """Whether the measurements behind the choice hold here; pure but for the kernels' sources, see `evidence_for`."""
+        return evidence_for(self.policy, self.registry, self.device, self.op, self.choose(1), triton)
+
+    def serves(self, batch: int, evidence: Evidence) -> Decision:
+        """`choose`, but where the evidence does not let the batch choose, one decision for all batches. Pure."""
+        decision = self.choose(batch)
+        if evidence.collapsed:
+            return policies.collapse(decision, self.choose(LARGEST_BATCH), evidence)
+        return replace(decision, evidence=evidence)
+
     @property
     def digest(self) -> str:
         """SHA-256 of what all ranks must share: policy bytes, registry rows, overrides, a pinned section. Not the key."""
@@ -164,6 +182,7 @@ class Plan:
 
     Attributes:
         op, facts, device: what was bound.
+        evidence: whether the policy's measurements hold here; with the binding it decides what each batch launches.
         run: the same as calling the plan, one Python call cheaper.
         go: `run` without the contract check, for a caller that has just made it.
     """
@@ -175,7 +194,9 @@ class Plan:
         self.device = binding.device
         self.ordinal = ordinal
         self.table: dict[int, _Entry] = {}
-        self._entries = self._decide()  # an unservable key fails here, not in the first step
+        self.evidence = binding.evidence(installed_triton())
+        self._entries: list[_Entry] = []
+        self._decide()  # an unservable key fails here, not in the first step
         self._failed: tuple[Variant, str] | None = None
         self._dropped: list[_Entry] = []
         self.guard = guard(self.op, self.facts, -1 if binding.device.platform != "cuda" else ordinal)
@@ -204,7 +225,7 @@ class Plan:
 
     def explain(self, batch: int = 1) -> Decision:
         """Why this variant, and why none of the others."""
-        decision = self.binding.choose(batch)
+        decision = self.binding.serves(batch, self.evidence)
         if self._failed is None:
             return decision
         fallback = self._entries[0].variant
@@ -212,32 +233,102 @@ class Plan:
         reasons = dict(decision.considered) | {e.variant.kernel.name: f"dropped with {failed.id}" for e in self._dropped}
         reasons[failed.kernel.name] = f"{decision.source} names it, but {failed.id} cannot run here: {error}"
         reasons[fallback.kernel.name] = f"chosen: the fallback of {decision.source}"
-        return replace(decision, variant=fallback, considered=tuple(reasons.items()))
+        return replace(decision, variant=fallback, entry=None, considered=tuple(reasons.items()))
 
     def served(self) -> tuple[Served, ...]:
         """The variants that served calls, with counts."""
-        return tuple(Served(self.op.name, self.key, e.variant.id, e.calls) for e in self._entries if e.calls)
+        note = self.evidence.collapsed or ""
+        return tuple(Served(self.op.name, self.key, e.variant.id, e.calls, note) for e in self._entries if e.calls)
 
-    def warmup(self) -> Plan:
+    def resolved(self) -> tuple[tuple[int, int | None, str], ...]:
+        """What the plan launches as plain data: first batch, last batch (None: no end) and variant id, in order."""
+        spans: list[tuple[int, int | None, str]] = []
+        ours = {(low, high, entry.variant.id) for entry in self._entries for low, high in entry.intervals}
+        for low, high, variant in sorted(ours, key=lambda span: span[0]):
+            joined = spans.pop()[0] if spans and spans[-1][2] == variant else low
+            spans.append((joined, high, variant))
+        return tuple(spans)
+
+    def warmup(self, *, fingerprint: Fingerprinter | None = None) -> Plan:
         """Load and compile every variant that some batch can reach, on small made-up inputs. Call it before a capture.
+
+        Where the row's class was not measured here (see `Plan.evidence`), its variants are fingerprinted first, on CUDA: if
+        their bits are equal the batch chooses among them again, else one variant goes on serving every batch. That takes some
+        seconds and up to a few gigabytes, so call it before the pools fill the memory.
+
+        Args:
+            fingerprint: measures a variant's bits, on any device; None for `kernreg.numerics.fingerprint`, on CUDA only.
 
         Raises:
             WarmupError: a variant cannot be compiled or run here and its row names no fallback that can.
+            NotWarm: there is something to measure and a CUDA graph is being captured.
         """
-        self._prepare([entry for entry in self._entries if not entry.ready])
+        if self.evidence.collapsed and not self.evidence.measured_here and (fingerprint or self.device.platform == "cuda"):
+            self._measure(fingerprint or _default_fingerprint())
+        self._prepare_all()
         return self
 
-    def _decide(self) -> list[_Entry]:
+    def _prepare_all(self) -> None:
+        self._prepare([entry for entry in self._entries if not entry.ready])
+
+    def _measure(self, fingerprint: Fingerprinter) -> None:
+        """Let the bits of the row's variants decide whether the batch may choose among them."""
+        if self.device.platform == "cuda" and _capturing():
+            raise NotWarm(f"{self.op.name}: {self.key} is to be measured and a CUDA graph is being captured; warm up before it")
+        bits: dict[str, str] = {}
+        failed: dict[str, str] = {}
+        for variant in self._row_variants():
+            self.binding.registry.load(variant.kernel)  # a mistake in a backend is raised, not taken for other bits
+            found = _attempt(fingerprint, self.binding.registry, variant, self.facts, self.torch_device)
+            if isinstance(found, Exception):
+                failed[variant.id] = _line(found)
+            elif found.bits:
+                bits[variant.id] = found.bits
+            else:
+                failed[variant.id] = str(found)
+        self.evidence = replace(self.evidence, bits=bits, failed=failed)
+        self._decide()
+        self._say_what_chooses()
+
+    @property
+    def fell_back(self) -> str | None:
+        """Why the row's fallback serves every batch; None where it does not."""
+        return None if self._failed is None else f"{self._failed[0].id}: {self._failed[1]}"
+
+    def fall_back(self, reason: str) -> None:
+        """Let the row's fallback serve every batch, as it does on a rank where the row's variants cannot run.
+
+        Raises:
+            WarmupError: the row names no fallback, or it cannot run here either.
+        """
+        if self._failed is None:
+            self._fall_back(self._entries[0], RuntimeError(reason))
+
+    def variants(self) -> tuple[Variant, ...]:
+        """All that some batch launches."""
+        return tuple(entry.variant for entry in self._entries)
+
+    def _row_variants(self) -> list[Variant]:
+        """All that the row names."""
+        decisions = map(self.binding.choose, policies.batches(self.binding.policy, self.op.name))
+        return list({decision.variant.id: decision.variant for decision in decisions}.values())
+
+    def _decide(self) -> None:
         """One entry for each variant; the static key picks one row, so its intervals hold every batch."""
-        entries: dict[str, _Entry] = {}
+        decisions: dict[str, list[Decision]] = {}
         for batch in policies.batches(self.binding.policy, self.op.name):
-            decision = self.binding.choose(batch)
-            key = decision.variant.id
-            if key not in entries:
-                entries[key] = entry = _Entry(decision, decision.variant, _unloaded)
-                entry.launch = self._first(entry)
-            entries[key].intervals.append(decision.interval)
-        return list(entries.values())
+            decision = self.binding.serves(batch, self.evidence)
+            decisions.setdefault(decision.variant.id, []).append(decision)
+        held = {entry.variant.id: entry for entry in self._entries}  # compiled and counted already
+        self._entries = [self._entry(found, held.get(variant)) for variant, found in decisions.items()]
+        self.table.clear()
+
+    def _entry(self, decisions: list[Decision], entry: _Entry | None) -> _Entry:
+        if entry is None:
+            entry = _Entry(decisions[0], decisions[0].variant, _unloaded)
+            entry.launch = self._first(entry)
+        entry.decision, entry.intervals = decisions[0], [decision.interval for decision in decisions]
+        return entry
 
     def _miss(self, batch: int) -> _Entry:
         for entry in self._entries:
@@ -254,6 +345,17 @@ class Plan:
             log.warning("%s %s: %s", self.op.name, self.key, text)
         for text in dict.fromkeys(text for decision in decisions for text in decision.extrapolated):
             log.warning("%s %s: not measured: %s", self.op.name, self.key, text)
+        if self.evidence.stale:
+            _warn_once(f"{decisions[0].source} is stale: {'; '.join(self.evidence.stale)}")
+        self._say_what_chooses()
+
+    def _say_what_chooses(self) -> None:
+        """Where the row's class was not measured by the policy: does the batch choose?"""
+        where = f"{self.op.name} {self.key}: {self._entries[0].decision.source}"
+        if why := self.evidence.collapsed:
+            log.warning("%s: %s; %s serves every batch", where, why, self._entries[0].variant.id)
+        elif self.evidence.measured_here:
+            log.warning("%s: its variants give equal bits here, the batch chooses: %s", where, self.evidence.measurement)
 
     def _first(self, entry: _Entry) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +365,7 @@ class Plan:
                     "captured; call plan.warmup() before the capture"
                 )
             if entry.decision.fallback:
-                self.warmup()  # a fallback replaces every variant of the row, so all of them are tried before one serves
+                self._prepare_all()  # a fallback replaces every variant of the row, so all of them are tried before one serves
             else:
                 self._prepare([entry])
             if self._failed is None:
@@ -299,6 +401,7 @@ class Plan:
             raise WarmupError(text) from second
         log.warning("%s cannot run here, its fallback %s serves: %s", where, fallback.id, _line(error))
         self._dropped, self._failed = self._entries, (failed.variant, _line(error))
+        self.evidence = replace(self.evidence, doubts=())  # what serves is one variant now
         self._entries = [_Entry(failed.decision, fallback, self._capturable(fallback, launch), [(1, None)], ready=True)]
         self.table.clear()
 
@@ -317,22 +420,24 @@ class Plan:
 
         return outside_captures
 
+    @property
+    def torch_device(self) -> str:
+        """The plan's device as torch names it."""
+        return f"cuda:{self.ordinal or 0}" if self.device.platform == "cuda" else "cpu"
+
     def _try(self, variant: Variant, launch: Callable[..., Any]) -> Exception | None:
         """Run it once on made-up inputs; what the launch raises. A mistake in the inputs themselves is raised."""
-        where = "cpu" if self.device.platform != "cuda" else f"cuda:{self.ordinal or 0}"
         import torch
 
         with torch.device("cpu"):  # whatever the engine's default device is
-            inputs = self.op.samples.make_inputs(Case("warmup", self.facts, 1), device=where)
-        try:
+            inputs = self.op.samples.make_inputs(Case("warmup", self.facts, 1), device=self.torch_device)
+
+        def once() -> None:
             launch(**inputs)
             if self.device.platform == "cuda":
-                torch.cuda.synchronize(where)
-        except torch.cuda.OutOfMemoryError:
-            raise  # says nothing about the kernel
-        except Exception as error:
-            return error
-        return None
+                torch.cuda.synchronize(self.torch_device)
+
+        return _attempt(once)
 
     def _mismatch(self, args: Mapping[str, Any]) -> None:
         """Called when the guard says no: raise what is wrong, or return when the key is the plan's after all."""
@@ -353,6 +458,12 @@ class Plan:
             raise ContractError(f"{self.op.name}: {name} is on {device}, the plan was bound for {wanted}{number}")
 
 
+def _default_fingerprint() -> Fingerprinter:
+    from kernreg.numerics import fingerprint
+
+    return fingerprint
+
+
 def _capturing() -> bool:
     import torch
 
@@ -361,6 +472,24 @@ def _capturing() -> bool:
 
 def _unloaded(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("launch before it was prepared")
+
+
+def _attempt(step: Callable[..., T], *args: Any) -> T | Exception:
+    """The step's result, or the error that it raises; a full memory is raised: it says nothing about a kernel."""
+    import torch
+
+    try:
+        return step(*args)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return error
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Once in a process, however many plans say it."""
+    log.warning("%s", message)
 
 
 def _line(error: Exception) -> str:

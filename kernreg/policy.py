@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernreg.contract import ContractError, Facts, FactValue, Kernel, Op, Variant, format_facts
 from kernreg.device import Device
-from kernreg.policy_file import Condition, Entry, Policy, Row, Section, Spot, Use, among, parse, values_text
-from kernreg.policy_lint import Problem, lint
+from kernreg.evidence import Evidence
+from kernreg.policy_file import Condition, Entry, Policy, Row, Section, Spot, Use, parse
+from kernreg.policy_lint import Problem, lint, staleness
 from kernreg.yaml_subset import Place, PolicyError
 
 if TYPE_CHECKING:
@@ -43,10 +44,12 @@ __all__ = [
     "Use",
     "batches",
     "choose",
+    "collapse",
     "lint",
     "load",
     "parse",
     "resolve",
+    "staleness",
 ]
 
 LEVELS = ("exact product", "same arch and SM count", "same arch")
@@ -95,6 +98,7 @@ class Decision:
     extrapolated: in words, what about this query was not measured.
     passed_over: in words, the pins and rows that matched first but could not serve, with the reason.
     considered: every kernel of the op with why it serves or not.
+    evidence: whether the row's measurements hold here. `choose` does not ask; a plan and `kernreg explain` fill it in.
     """
 
     op: str
@@ -110,6 +114,7 @@ class Decision:
     extrapolated: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     override: Override | None = None
+    evidence: Evidence = field(default_factory=Evidence)
 
     @property
     def launches(self) -> bool:
@@ -126,8 +131,8 @@ class Decision:
 
     @property
     def interval(self) -> tuple[int, int | None]:
-        """First and last batch that the same entry serves; None is no end."""
-        return (self.entry.low, self.entry.high) if self.entry else (1, None)
+        """First and last batch that the same variant serves; None is no end."""
+        return (self.entry.low, self.entry.high) if self.entry and not self.evidence.collapsed else (1, None)
 
     @property
     def us(self) -> float | None:
@@ -148,6 +153,19 @@ class Decision:
     @property
     def regret(self) -> float | None:
         return self.row.regret if self.row else None
+
+
+def collapse(decision: Decision, last: Decision, evidence: Evidence) -> Decision:
+    """What serves instead of `decision` where the batch may not choose: what the row's last entry names, decided in `last`.
+
+    The last, since it is the one without an upper end: what a slow variant costs grows with the batch.
+    """
+    row = last.row
+    assert row is not None
+    notes = {entry.use.kernel: f"{row.source} names it for {entry.span}, but the batch may not choose" for entry in row.entries}
+    notes[last.variant.kernel.name] = f"chosen: {row.source}, {row.when_text}, every batch, for the batch may not choose"
+    considered = tuple((name, notes.get(name, why)) for name, why in last.considered)
+    return replace(last, batch=decision.batch, considered=considered, extrapolated=decision.extrapolated, evidence=evidence)
 
 
 def batches(policy: Policy, op: str) -> tuple[int, ...]:
@@ -328,8 +346,6 @@ class _Query:
             yield f"{self.device}, served by section {fit[0].id} ({fit[0].name}): {fit[1]}"
         elif fit and fit[0].sms != self.device.sms:
             yield f"{self.device.sms} SMs (measured: {fit[0].sms})"
-        if row.stale:
-            yield "the present kernels (the row is stale)"
         if not row.measured:
             yield "the row, which records no measurement"
             return
@@ -338,13 +354,7 @@ class _Query:
 
     def outside(self, row: Row, area: Mapping[str, tuple[FactValue, ...]]) -> Iterator[str]:
         """What about the query is not in one measured area."""
-        named = {c.key: c.values for c in row.when}
-        for name, value in self.facts.items():
-            default = self.op.facts[name].default
-            covered = area.get(name) or named.get(name) or (() if default is None else (default,))
-            if not among(value, covered):
-                known = values_text("", covered, ", ")[1:] or "not recorded"
-                yield f"{values_text(name, [value], '')} (measured: {known})"
+        yield from row.outside(self.op, self.facts, area)
         measured = [int(value) for value in area.get("batch", ())]
         if not measured:
             yield "any batch (measured: not recorded)"

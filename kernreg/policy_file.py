@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kernreg.contract import Config, Facts, FactValue, format_facts
+from kernreg.contract import Config, Facts, FactValue, Op, format_facts
 from kernreg.device import PLATFORMS, Arch, parse_arch
 from kernreg.yaml_subset import Node, Place, read
 
 SCHEMA = 1
 DEVICE_KEYS = ("device", "arch", "platform")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One measured device: rows name it by `id`. `measured` holds date, versions and the like as text."""
+    """One measured device: rows name it by `id`.
+
+    measured: date, versions and the like as text.
+    kernels: by op and kernel, the first 16 digits of the source digest that the device's rows were measured with. Older files
+        have none.
+    """
 
     id: str
     name: str
@@ -31,6 +38,7 @@ class Section:
     sms: int
     measured: Mapping[str, str]
     place: Place
+    kernels: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,7 @@ class Row:
 
     kind: "row", "pin" or "otherwise".
     numerics: id of the class; every row with a list of batches has one.
+    classes: by class id, the variants whose bits were measured to be equal, spelled as `contract.variant_id` does.
     measured: areas that the measurements cover: in each, all combinations of the listed facts and batches were timed. A fact
         that is in neither the area nor `when` was measured at its default.
     regret: worst time of this row's variant over that of the best, over the measured cells.
@@ -112,6 +121,7 @@ class Row:
     stale: bool = False
     reason: str = ""
     by: str = ""
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: NOTHING)
 
     @property
     def source(self) -> str:
@@ -138,6 +148,21 @@ class Row:
     def entry(self, batch: int) -> Entry:
         """The entry for a batch; an empty batch is looked up like one row."""
         return next(e for e in self.entries if e.high is None or batch <= e.high)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The kernels that were measured for it: those of its entries."""
+        return tuple(dict.fromkeys(entry.use.kernel for entry in self.entries))
+
+    def outside(self, op: Op, facts: Facts, area: Mapping[str, tuple[FactValue, ...]]) -> Iterator[str]:
+        """In words, which facts of a static key are not in one measured area."""
+        named = {c.key: c.values for c in self.when}
+        for name, value in facts.items():
+            default = op.facts[name].default
+            covered = area.get(name) or named.get(name) or (() if default is None else (default,))
+            if not among(value, covered):
+                known = values_text("", covered, ", ")[1:] or "not recorded"
+                yield f"{values_text(name, [value], '')} (measured: {known})"
 
 
 def _on(condition: Condition, spot: Spot) -> bool:
@@ -174,7 +199,7 @@ class Policy:
 
 
 NUMBERS = ("us", "next", "runner_up", "at")
-FACTS_ABOUT_ROW = ("measured", "regret", "fallback", "stale")
+FACTS_ABOUT_ROW = ("classes", "measured", "regret", "fallback", "stale")
 
 
 def parse(text: str | bytes, path: str | os.PathLike[str] = "dispatch.yaml") -> Policy:
@@ -194,10 +219,23 @@ def parse(text: str | bytes, path: str | os.PathLike[str] = "dispatch.yaml") -> 
 
 
 def _section(name: str, node: Node) -> Section:
-    fields = node.fields(("name", "arch", "sms"), ("measured",))
+    fields = node.fields(("name", "arch", "sms"), ("measured", "kernels"))
     measured = fields["measured"].mapping() if "measured" in fields else {}
     texts = {key: child.text() for key, child in measured.items()}
-    return Section(name, fields["name"].text(), _arch(fields["arch"]), fields["sms"].integer(1), texts, node.named)
+    arch, sms = _arch(fields["arch"]), fields["sms"].integer(1)
+    kernels = _kernels(fields["kernels"]) if "kernels" in fields else NOTHING
+    return Section(name, fields["name"].text(), arch, sms, texts, node.named, kernels)
+
+
+def _kernels(node: Node) -> Mapping[str, Mapping[str, str]]:
+    found = {op: {kernel: _digest(child) for kernel, child in part.mapping().items()} for op, part in node.mapping().items()}
+    return MappingProxyType({op: MappingProxyType(part) for op, part in found.items()})
+
+
+def _digest(node: Node) -> str:
+    if not (isinstance(node.value, str) and re.fullmatch("[0-9a-f]{16}", node.value)):
+        raise node.wrong("the first 16 hexadecimal digits of a source digest, in quotes")
+    return node.value
 
 
 def _arch(node: Node) -> Arch:
@@ -242,7 +280,26 @@ def _row(op: str, node: Node) -> Row:
         regret=fields["regret"].number(1) if "regret" in fields else None,
         fallback=_use(fields["fallback"].fields(("use",), ("config",))) if "fallback" in fields else None,
         stale=fields["stale"].flag() if "stale" in fields else False,
+        classes=_classes(fields) if "classes" in fields else NOTHING,
     )
+
+
+def _classes(fields: Mapping[str, Node]) -> Mapping[str, tuple[str, ...]]:
+    """The variants of each class; none stands in two."""
+    if "class" not in fields:
+        raise fields["classes"].named.error("classes is given without class")
+    found = fields["classes"].mapping()
+    owner: dict[str, str] = {}
+    for name, node in found.items():
+        if not name.strip():
+            raise node.named.error("wanted the id of a class as key")
+        if not node.items():
+            raise node.wrong("at least one variant")
+        for child in node.items():
+            if child.text() in owner:
+                raise child.place.error(f"{child.value} stands in class {owner[child.text()]} already")
+            owner[child.text()] = name
+    return MappingProxyType({name: tuple(v for v, held in owner.items() if held == name) for name in found})
 
 
 def _pin(node: Node) -> Row:

@@ -1,15 +1,16 @@
-"""A policy held against a registry: unknown names, wrong types, rows that nothing reaches, a catch-all that cannot."""
+"""A policy held against a registry: unknown names, wrong types, class by batch, rows that nothing reaches, stale rows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from kernreg.check import check_fact
 from kernreg.contract import ContractError, FactValue, Op
 from kernreg.device import PLATFORMS, Arch, Device, parse_arch
+from kernreg.evidence import changed, stale_kernels, unrecorded
 from kernreg.policy_file import DEVICE_KEYS, Condition, Policy, Row, Spot, Use, among
 from kernreg.yaml_subset import Place
 
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding: severity "error" (`load` refuses the file) or "warning"."""
+    """One finding: severity "error" (`load` refuses the file), "warning", or of `staleness` "stale" or "note"."""
 
     severity: str
     message: str
     place: Place
 
     def __str__(self) -> str:
-        return f"{self.place}: {'' if self.severity == 'error' else 'warning: '}{self.message}"
+        return f"{self.place}: {'' if self.severity == 'error' else f'{self.severity}: '}{self.message}"
 
 
 def lint(policy: Policy, registry: Registry) -> list[Problem]:
@@ -40,7 +41,32 @@ def lint(policy: Policy, registry: Registry) -> list[Problem]:
             found.append(Problem("error", f"no op {op!r}; there are {', '.join(registry.ops)}", rows[0].place))
     top = Place(policy.path, 1, 1, "ops")
     found += [Problem("warning", f"no rows for {op}", top) for op in registry.ops if op not in policy.ops]
-    return sorted(found, key=lambda problem: (problem.place.line, problem.place.column))
+    return _in_order(found)
+
+
+def _in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """As they stand in the file."""
+    return sorted(problems, key=lambda problem: (problem.place.line, problem.place.column))
+
+
+def staleness(policy: Policy, registry: Registry) -> list[Problem]:
+    """What changed since it was measured: "stale" where the row does not say so, else a "note"; no reason not to load.
+
+    Where a section records no source of a kernel, as older files do, a note says that nothing can be told.
+    """
+    found = [
+        Problem("note", f"{stale}; the row says so", stale.row.place)
+        if stale.row.stale
+        else Problem("stale", f"{stale}; measure it again, or say 'stale: true' in the row", stale.row.place)
+        for stale in stale_kernels(policy, registry)
+    ]
+    for op, rows in policy.ops.items():
+        pairs = dict.fromkeys((section.id, kernel) for row in rows for section, kernel in unrecorded(policy, row))
+        for device in dict.fromkeys(device for device, _ in pairs):
+            kernels = ", ".join(kernel for held, kernel in pairs if held == device)
+            text = f"which source of {kernels} was measured for {op} is not recorded: whether its rows are stale is not known"
+            found.append(Problem("note", text, policy.devices[device].place))
+    return _in_order(found)
 
 
 def _section_problems(policy: Policy) -> Iterator[Problem]:
@@ -55,7 +81,7 @@ def _op_problems(policy: Policy, registry: Registry, op: str) -> Iterator[Proble
     for rows in policy.tiers(op):
         found = [problem for row in rows for problem in _row_problems(policy, registry, row)]
         yield from found
-        if not found:
+        if all(problem.severity != "error" for problem in found):
             yield from _hidden(policy, registry.ops[op], [row for row in rows if row.kind != "otherwise"])
     rows = policy.ops.get(op, ())
     if rows and rows[-1].kind != "otherwise":
@@ -67,6 +93,9 @@ def _row_problems(policy: Policy, registry: Registry, row: Row) -> Iterator[Prob
     for use in (*(entry.use for entry in row.entries), *([row.fallback] if row.fallback else [])):
         if error := _use_error(registry, row.op, use):
             yield Problem("error", error, use.place)
+    yield from _class_problems(registry, row)
+    if row.stale and not (unrecorded(policy, row) or changed(policy, registry, row)):
+        yield Problem("warning", "the row says stale: true, but none of its kernels changed since it was measured", row.place)
     if row.fallback and (error := _idle_fallback(registry, row, row.fallback)):
         yield Problem("error", error, row.fallback.place)
     for condition in row.when:
@@ -77,6 +106,18 @@ def _row_problems(policy: Policy, registry: Registry, row: Row) -> Iterator[Prob
                 yield Problem("error", f"measured: {error}", row.place)
     if row.kind == "otherwise" and (error := _not_everywhere(registry, row)):
         yield Problem("error", error, row.entries[0].use.place)
+
+
+def _class_problems(registry: Registry, row: Row) -> Iterator[Problem]:
+    """Entries whose variant was not measured to be of the row's class. A fallback replaces the row whole and needs none."""
+    measured = {variant: name for name, variants in row.classes.items() for variant in variants}
+    why = ": only inside one class may the batch choose" if len(row.entries) > 1 else ""
+    for use in (entry.use for entry in row.entries if row.numerics and not _use_error(registry, row.op, entry.use)):
+        variant = registry.kernel(row.op, use.kernel).variant(use.config).id
+        found = measured.get(variant)
+        if found != row.numerics:
+            was = f"was measured in class {found}" if found else "was not measured (no class lists it)"
+            yield Problem("error", f"{variant} {was}, the row's class is {row.numerics}{why}", use.place)
 
 
 def _use_error(registry: Registry, op: str, use: Use) -> str | None:

@@ -13,6 +13,7 @@ import torch
 import kernreg
 from kernreg import Backend, ContractError, Device, Kernel, NotWarm, Registry, WarmupError, dispatch, ops, policy
 from kernreg.dispatch import Override, launcher, parse_force
+from kernreg.evidence import Evidence
 
 CALLS: list[str] = []
 H200 = Device.declared("NVIDIA H200", "sm_90", 132)
@@ -94,7 +95,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 @pytest.fixture
-def bind(registry: Registry) -> Any:
+def bind(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Binds as if every class had been measured here; tests/test_classes.py is about what happens where it was not."""
+    monkeypatch.setattr(dispatch, "evidence_for", lambda *given: Evidence())
     loaded = policy.parse(POLICY, "test.yaml")
     return lambda **given: dispatch.bind("gdn_ring_advance", policy=loaded, registry=registry, **{"device": "cpu", **given})
 
