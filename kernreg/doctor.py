@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import logging
 import os
 import platform
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import kernreg
 from kernreg import device as devices
 from kernreg import dispatch, policy, registry
-from kernreg.contract import FactValue, Op
+from kernreg.contract import FactValue, Op, Variant, format_facts
 from kernreg.describe import Data, device_data, policy_data
 from kernreg.device import Device
+from kernreg.numerics import class_id, facts_key
+from kernreg.policy import Row
 from kernreg.registry import Registry
 
+if TYPE_CHECKING:
+    from kernreg.tuning.fingerprints import Found, Task
+
 T = TypeVar("T")
+Place: TypeAlias = tuple[str, str, str]  # op, variant id, static key as `facts_key` spells it
+Measure: TypeAlias = "Callable[[Sequence[Task]], Generator[tuple[Task, Found], None, None]]"
 
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
@@ -172,6 +183,158 @@ def _serves(found: Findings, known: Registry, device: Device, loaded: policy.Pol
         return {**data, "why": str(error)}
     matched = chosen.row.when_text if chosen.row else chosen.level
     return {**data, "variant": chosen.variant.id, "source": chosen.source, "why": f"{matched}, {chosen.level}"}
+
+
+# --- doctor --numerics
+
+KEYS_PER_ROW = 16  # of a row measured for more, these are spread over them
+SECONDS = 50.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A row with a class: the variants that it takes, the static keys measured for it, and those that are recomputed."""
+
+    row: Row
+    variants: tuple[Variant, ...]
+    measured: tuple[dict[str, FactValue], ...]
+    keys: tuple[dict[str, FactValue], ...]
+
+    @property
+    def whole(self) -> bool:
+        """Can the class be compared? Its id covers every measured key."""
+        return len(self.keys) == len(self.measured)
+
+    def places(self) -> Iterator[tuple[Place, Variant, dict[str, FactValue]]]:
+        """What is recomputed."""
+        for variant, key in itertools.product(self.variants, self.keys):
+            yield (self.row.op, variant.id, facts_key(key)), variant, key
+
+
+def numerics(names: Collection[str] = (), file: Path | None = None) -> Data:
+    """Recompute the fingerprints of what the policy takes on this GPU, as ``doctor --numerics --json`` prints it.
+
+    Args:
+        names: only these ops; none means all.
+        file: a policy; None is the shipped one.
+    """
+    from kernreg.tuning.fingerprints import fingerprints
+
+    known = registry.default()
+    loaded = policy.load(file or dispatch.shipped_policy(), known)
+    return recompute(loaded, known, devices.current(0), names, lambda tasks: fingerprints(tasks, timeout=SECONDS))
+
+
+def recompute(
+    loaded: policy.Policy,
+    known: Registry,
+    device: Device,
+    names: Collection[str],
+    measure: Measure,
+    clock: Callable[[], float] = time.monotonic,
+) -> Data:
+    """Hold the recorded classes against fresh fingerprints; rows that `SECONDS` do not suffice for say so."""
+    from kernreg.tuning.fingerprints import Task
+
+    began = clock()
+    data: Data = {"policy": loaded.path, "device": device_data(device), "nothing": None, "rows": [], "moved": 0, "seconds": 0.0}
+    if device.platform != "cuda":
+        return {**data, "nothing": "there is no GPU here, so there is nothing to recompute"}
+    rows = list(chosen(loaded, known, device, names))
+    if not rows:
+        text = f"no row of {loaded.path} for {device}{' and these ops' if names else ''} records classes"
+        return {**data, "nothing": text}
+    tasks = {place: Task.of(variant, key, "cuda:0") for one in rows for place, variant, key in one.places()}
+    found: dict[Place, Found] = {}
+    ended = measure(list(tasks.values()))
+    for task, value in ended:
+        found[task.op, task.variant, facts_key(task.facts)] = value
+        if clock() - began > SECONDS:
+            break
+    ended.close()
+    data["rows"] = [_verdict(one, found) for one in rows]
+    data["moved"] = sum(row["state"] == "moved" for row in data["rows"])
+    return {**data, "seconds": round(clock() - began, 1)}
+
+
+def chosen(loaded: policy.Policy, known: Registry, device: Device, names: Collection[str]) -> Iterator[Chosen]:
+    """The rows with classes that the section for this device brings, in the order of the file."""
+    for op, rows in loaded.ops.items():
+        named = {section for row in rows for section in row.devices}
+        fit = policy.resolve((section for section in loaded.devices.values() if section.id in named), device)
+        for row in rows:
+            if fit and fit[0].id in row.devices and row.classes and row.numerics and (not names or op in names):
+                variants = [known.kernel(op, entry.use.kernel).variant(entry.use.config) for entry in row.entries]
+                measured = measured_keys(row, known.op(op))
+                step = max(len(measured) / KEYS_PER_ROW, 1.0)
+                keys = tuple(measured[int(n * step)] for n in range(min(KEYS_PER_ROW, len(measured))))
+                yield Chosen(row, tuple({v.id: v for v in variants}.values()), measured, keys)
+
+
+def measured_keys(row: Row, op: Op) -> tuple[dict[str, FactValue], ...]:
+    """Every static key that the row's measurements cover, as far as its conditions and areas name it."""
+    named = {c.key: c.values for c in row.when if c.key in op.facts}
+    keys: dict[str, dict[str, FactValue]] = {}
+    for area in row.measured:
+        values: Mapping[str, tuple[FactValue, ...]] = named | {name: area[name] for name in area if name in op.facts}
+        for combination in itertools.product(*values.values()):
+            key = dict(zip(values, combination, strict=True))
+            keys.setdefault(facts_key(key), key)
+    return tuple(keys.values())
+
+
+def _verdict(one: Chosen, found: Mapping[Place, Found]) -> Data:
+    """What became of a row: "same", "moved", "sampled" (what was recomputed agrees) or "not reached"."""
+    row, moved, missing = one.row, list(_moved(one, found)), [place for place, _, _ in one.places() if place not in found]
+    return {
+        "op": row.op,
+        "row": {"file": row.place.file, "line": row.place.line, "key": row.place.key, "when": row.when_text},
+        "class": row.numerics,
+        "variants": [variant.id for variant in one.variants],
+        "keys": len(one.keys),
+        "measured": len(one.measured),
+        "state": "moved" if moved else "not reached" if missing else "same" if one.whole else "sampled",
+        "why": moved,
+    }
+
+
+def _moved(one: Chosen, found: Mapping[Place, Found]) -> Iterator[str]:
+    """What is no longer as recorded, in words."""
+    from kernreg.tuning.screen import Failure
+
+    bits: dict[str, dict[str, str]] = {variant.id: {} for variant in one.variants}  # by variant and key
+    for place, variant, key in one.places():
+        value = found.get(place)
+        if isinstance(value, Failure):
+            yield f"{variant.id} cannot run for {format_facts(key.items())}: {value.step}: {value.reason}"
+        elif value is not None and not value.ok:
+            yield f"{variant.id} for {format_facts(key.items())} is {value}"
+        elif value is not None:
+            bits[variant.id][place[2]] = value.bits
+    for name, of in bits.items():
+        if one.whole and len(of) == len(one.keys) and class_id(of) != one.row.numerics:
+            yield f"{name} is now of class {class_id(of)}"
+    for key in one.keys:  # whether they agree is seen before all keys are recomputed
+        here = {name: of[facts_key(key)] for name, of in bits.items() if facts_key(key) in of}
+        if len(set(here.values())) > 1:
+            yield f"other bits for {format_facts(key.items())}: {', '.join(f'{name} {text}' for name, text in here.items())}"
+
+
+def draw_numerics(data: Data) -> None:
+    """The same for people."""
+    from kernreg.render import show, table
+
+    if data["nothing"]:
+        show(data["nothing"])
+        return
+    drawn = table("op", "row", "class", "now", "recomputed")
+    for row in data["rows"]:
+        keys = f"{row['keys']} of {row['measured']} keys"
+        drawn.add_row(row["op"], f"line {row['row']['line']}: {row['row']['when']}", row["class"], row["state"], keys)
+    lines = [f"- line {row['row']['line']}, {row['op']}: {text}" for row in data["rows"] for text in row["why"]]
+    count = {state: sum(row["state"] == state for row in data["rows"]) for state in ("same", "moved", "sampled", "not reached")}
+    total = ", ".join(f"{number} {state}" for state, number in count.items() if number)
+    show(drawn, "", *lines, f"{data['policy']}: {total}, in {data['seconds']} s on {data['device']['name']}")
 
 
 def typical_key(op: Op) -> dict[str, FactValue]:

@@ -257,6 +257,13 @@ class CommitRows:
         return {"track_slots": make_index(self.track_slots), "track_step": make_index(self.track_step)}
 
 
+def cancel(x: torch.Tensor, dim: int, sign: int) -> None:
+    """Make the halves of a dim equal (sign 1), or nearly opposite (-1): then sums of products over it cancel, but not to zero."""
+    half = x.shape[dim] // 2
+    first, second = x.narrow(dim, 0, half), x.narrow(dim, half, half)
+    second.copy_(first if sign > 0 else second / 64 - first)
+
+
 def split_low(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """values ~ high + low, both of `dtype`."""
     high = values.to(dtype)

@@ -15,6 +15,7 @@ Options of `gdn_ring_commit` cases (a number for all rows, a tuple repeated over
     strided    index tensors are strided views
     scale      of state and u
     decay      largest |g|
+    cancel     records come in pairs that undo each other but for the decay between them
     poison     what records past the history hold; None leaves them random
     fast       torch's own generator: for benchmarks
 
@@ -23,6 +24,8 @@ Options of `gdn_ring_advance` cases: history, accept, ring_rows, padding, null, 
     bad        {batch row: "row", "row_negative", "accept_negative" or "overrun"}
 
 Options of `gdn_ring_verify` cases: history, base, slots, ring_rows, padding, null, pool, strided, scale, decay, poison, fast, and
+    cancel     pairs as above; and the halves of every key are equal, those of the state nearly opposite
+    gates      scale of a and b
     lengths    window of each row, at most the fact draft; "mixed" or "full"
     gap        tokens before the first and after the last window that no row covers
     packed_qkv q, k and v are views of one tensor [N, dim], a and b of another
@@ -69,6 +72,8 @@ def _ring(
     made = torch.float32 if facts["low"] else dtype
     u = random.normal("ring_u", (*lead, value_heads, length, int(facts["v_dim"])), o.scale, made)
     k = random.unit("ring_k", (*lead, key_heads, length, int(facts["k_dim"])), made)
+    if o.cancel:
+        u[..., 1::2, :], k[..., 1::2, :] = -u[..., ::2, :], k[..., ::2, :]
     ring: dict[str, torch.Tensor | None] = {"ring_u_low": None, "ring_k_low": None}
     ring["ring_u"], ring["ring_k"] = u, k
     if facts["low"]:
@@ -121,6 +126,7 @@ COMMIT_OPTIONS: Mapping[str, Any] = {
     "strided": False,
     "scale": 1.0,
     "decay": 0.5,
+    "cancel": False,
     "poison": math.nan,
     "fast": False,
 }
@@ -388,6 +394,8 @@ VERIFY_OPTIONS: Mapping[str, Any] = {
     "scale": 1.0,
     "q_scale": None,
     "decay": 0.5,
+    "gates": 1.0,
+    "cancel": False,
     "poison": math.nan,
     "fast": False,
 }
@@ -429,6 +437,11 @@ def make_verify(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
     offsets = list(itertools.accumulate(lengths, initial=o.gap))
     shape = (state_slots, value_heads, int(facts["v_dim"]), int(facts["k_dim"]))
     state = random.normal("state", shape, o.scale, dtype_of(facts["state"]))
+    if o.cancel:
+        _inputs.cancel(state, -1, -1)
+        for name in ("ring_k", "ring_k_low"):
+            if (keys := ring[name]) is not None:
+                _inputs.cancel(keys, -1, 1)
     make_index = _inputs.Indices(facts["index"], device, o.strided)
     return {
         **_verify_tokens(random, facts, o, offsets),
@@ -454,7 +467,9 @@ def _verify_tokens(random: _inputs.Random, facts: Mapping[str, Any], o: SimpleNa
     act, aligned, tokens = dtype_of(facts["act"]), facts["layout"] == "aligned", offsets[-1] + o.gap
     widths = (key_heads * k_dim, key_heads * k_dim, value_heads * v_dim)
     qkv = random.normal("qkv", (tokens, sum(widths)), o.scale, act)
-    gates = random.normal("gates", (tokens, 2 * value_heads), 1.0, act)
+    gates = random.normal("gates", (tokens, 2 * value_heads), o.gates, act)
+    if o.cancel:
+        _inputs.cancel(qkv[:, : 2 * widths[0]].unflatten(1, (2 * key_heads, k_dim)), 2, 1)
     if o.poison is not None:
         idle = [(0, offsets[0]), (offsets[-1], tokens), *((offsets[i], offsets[i + 1]) for i in {*o.padding, *o.bad})]
         for begin, end in idle:

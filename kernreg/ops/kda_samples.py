@@ -21,6 +21,8 @@ Options of `kda_chain_verify` cases:
     packed_gates  a and b are views of one packed tensor
     lower_bound   of the safe gate
     q_scale    the argument scale
+    gates      scale of a and b
+    cancel     the halves of every key and gate are equal, those of the state nearly opposite
     poison     what tokens that must not be read hold
 
 Options of the commits:
@@ -28,6 +30,8 @@ Options of the commits:
     track      1 for a track snapshot each row; "mixed" takes two of three (only with the fact track)
     bad        {batch row: "slot", "window_row", "accept", "accept_negative", "track_slot" or "track_step"}
     poison     what records past the accepted ones hold (`kda_ring_commit`)
+    cancel     as for verify (`kda_ring_commit`)
+    decay      largest |g| (`kda_ring_commit`)
 """
 
 from __future__ import annotations
@@ -97,6 +101,8 @@ VERIFY_OPTIONS: Mapping[str, Any] = {
     "scale": 1.0,
     "lower_bound": -5.0,
     "q_scale": None,
+    "gates": 1.0,
+    "cancel": False,
     "poison": math.nan,
     "fast": False,
 }
@@ -165,8 +171,11 @@ def _verify_tokens(random: _inputs.Random, facts: Mapping[str, Any], o: SimpleNa
     act, aligned, tokens = dtype_of(facts["act"]), facts["layout"] == "aligned", offsets[-1]
     width = value_heads * k_dim
     mixed = random.normal("mixed_qkv", (tokens, dim), o.scale, act)
-    a = random.normal("a", (tokens, width), 1.0, act)
-    b = random.normal("b", (tokens, value_heads), 1.0, act)
+    a = random.normal("a", (tokens, width), o.gates, act)
+    b = random.normal("b", (tokens, value_heads), o.gates, act)
+    if o.cancel:
+        _cancel_keys(facts, mixed, 1)
+        _inputs.cancel(a.unflatten(1, (value_heads, k_dim)), 2, 1)
     if o.poison is not None:
         idle = [(0, offsets[0]), *((offsets[row], offsets[row + 1]) for row in {*o.padding, *o.conv_padding, *o.bad})]
         for begin, end in idle:
@@ -177,6 +186,13 @@ def _verify_tokens(random: _inputs.Random, facts: Mapping[str, Any], o: SimpleNa
         packed = _inputs.pool(torch.cat((a, b, gap), 1), 1, "packed", aligned)
         a, b = packed[:, :width], packed[:, width : width + value_heads]
     return {"mixed_qkv": _inputs.pool(mixed, 1, "packed", aligned), "a": a, "b": b}
+
+
+def _cancel_keys(facts: Mapping[str, Any], channels: torch.Tensor, dim: int) -> None:
+    """The halves of every head's q and k channels become equal; `dim` holds the channels of the convolution."""
+    _, key_heads, _, k_dim, _ = _verify_dims(facts)
+    keys = channels.narrow(dim, 0, 2 * key_heads * k_dim)
+    _inputs.cancel(keys.unflatten(dim, (2 * key_heads, k_dim)), dim + 1, 1)
 
 
 def _verify_pools(
@@ -193,13 +209,20 @@ def _verify_pools(
     conv_state = random.normal("conv_state", (conv_slots, dim, 3), o.scale, act)
     windows = torch.full((window_rows, draft, dim, 3), math.nan, dtype=act, device=random.device)
     state = random.normal("state", (slots, value_heads, v_dim, k_dim), o.scale, wide)
+    conv_weight, conv_bias = random.normal("conv_weight", (dim, 4), 0.5, weight), random.normal("conv_bias", (dim,), 0.5, weight)
+    dt_bias = random.uniform("dt_bias", (value_heads * k_dim,), -4.0, 0.0, wide)
+    if o.cancel:
+        for channels, at in ((conv_state, 1), (conv_weight, 0), (conv_bias, 0)):
+            _cancel_keys(facts, channels, at)
+        _inputs.cancel(dt_bias.unflatten(0, (value_heads, k_dim)), 1, 1)
+        _inputs.cancel(state, -1, -1)
     pools: Inputs = {
-        "conv_weight": random.normal("conv_weight", (dim, 4), 0.5, weight),
-        "conv_bias": random.normal("conv_bias", (dim,), 0.5, weight) if facts["bias"] else None,
+        "conv_weight": conv_weight,
+        "conv_bias": conv_bias if facts["bias"] else None,
         "conv_state": _conv_pool(conv_state, "dim" if o.conv == "overlap" else o.conv, aligned),
         "windows": _conv_pool(windows, o.conv, aligned),
         "A_log": random.uniform("A_log", (value_heads,), -1.0, 1.0, wide),
-        "dt_bias": random.uniform("dt_bias", (value_heads * k_dim,), -4.0, 0.0, wide),
+        "dt_bias": dt_bias,
         "state": _inputs.pool(state, 1, o.pool, aligned),
         **dict.fromkeys(("snapshots", "ring_k", "ring_v", "ring_g", "ring_beta")),
     }
@@ -523,6 +546,7 @@ COMMIT_OPTIONS: Mapping[str, Any] = {
     "poison": math.nan,
     "fast": False,
 }
+RING_OPTIONS = {**COMMIT_OPTIONS, "decay": 2.0, "cancel": False}
 CONV_OPTIONS = {**COMMIT_OPTIONS, "conv": "dim"}
 
 
@@ -531,7 +555,7 @@ def _accepts(limit: int) -> tuple[int, ...]:
 
 
 def make_ring_commit(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
-    facts, o = _inputs.facts_of(kda.kda_ring_commit, case), _inputs.options_of(case, COMMIT_OPTIONS)
+    facts, o = _inputs.facts_of(kda.kda_ring_commit, case), _inputs.options_of(case, RING_OPTIONS)
     random = _inputs.Random(seed, device, o.fast)
     value_heads, key_heads = _inputs.heads_of(facts)
     length, k_dim, v_dim = int(facts["ring"]), int(facts["k_dim"]), int(facts["v_dim"])
@@ -542,7 +566,7 @@ def make_ring_commit(case: Case, device: torch.device | str = "cpu", seed: int =
     rings = {
         "ring_k": random.normal("ring_k", (*lead, key_heads, length, k_dim), o.scale, act),
         "ring_v": random.normal("ring_v", (*lead, value_heads, length, v_dim), o.scale, act),
-        "ring_g": random.uniform("ring_g", (*lead, value_heads, length, k_dim), -2.0, 0.0, wide),
+        "ring_g": random.uniform("ring_g", (*lead, value_heads, length, k_dim), -o.decay, 0.0, wide),
         "ring_beta": random.uniform("ring_beta", (*lead, value_heads, length), 0.0, 1.0, wide),
     }
     if o.poison is not None:
@@ -551,6 +575,10 @@ def make_ring_commit(case: Case, device: torch.device | str = "cpu", seed: int =
             for ring in rings.values():
                 ring[:, slot, :, max(accepted.get(slot, 0), 0) :] = o.poison
     state = random.normal("state", (*lead, value_heads, v_dim, k_dim), o.scale, wide)
+    if o.cancel:
+        _inputs.cancel(rings["ring_k"], -1, 1)
+        _inputs.cancel(rings["ring_g"], -1, 1)
+        _inputs.cancel(state, -1, -1)
     make_index = _inputs.Indices(facts["index"], device, o.strided)
     return {
         "state": _inputs.pool(state, 2, o.pool, aligned),
