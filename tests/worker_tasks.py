@@ -6,6 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
+
+from kernreg.registry import Registry
+from kernreg.tuning.measure import Found, Trial
+from kernreg.tuning.screen import Failure, screen
+from kernreg.tuning.workers import Note
 
 
 def work(task: str, note: Callable[[str], None]) -> str:
@@ -24,3 +30,34 @@ def work(task: str, note: Callable[[str], None]) -> str:
 
 def sick() -> bool:
     return False
+
+
+def screen_on_cpu(trial: Trial, note: Note) -> Found:
+    """A screening of the planted kernels, as the GPU's workers do it."""
+    from planted_kernels import registry
+
+    known = registry()
+    variant = known.kernel(trial.candidate.op, trial.candidate.use).variant(dict(trial.candidate.config))
+    found = screen(known, trial.reference, variant, trial.facts, "cpu")
+    return found if isinstance(found, Failure) else found.bits
+
+
+def planted_few(*left_out: str) -> Registry:
+    """The planted kernels in their default configs, without some."""
+    from planted_kernels import BACKEND, registry
+
+    kernels = tuple(
+        replace(kernel, config={name: (value,) for name, value in kernel.default.items()})
+        for kernel in BACKEND.kernels
+        if kernel.name not in left_out
+    )
+    made = Registry()
+    made.add_op(registry().op(BACKEND.kernels[0].op))
+    made.add(registry().backends["torch"])
+    made.add(replace(BACKEND, kernels=kernels))
+    return made
+
+
+def planted_fast() -> Registry:
+    """Without those that are right and slow."""
+    return planted_few("planted.honest", "planted.one_ulp")

@@ -3,6 +3,8 @@
     python tools/tune.py measure    time candidates into tools/measurements/<device>.jsonl; goes on where it was stopped
     python tools/tune.py build      dispatch.yaml from the journals; needs no GPU
     python tools/tune.py all        both
+    python tools/tune.py compare A B    what two policies (.yaml) or the policies of two journals (.jsonl, or .jsonl@RUN for one
+                                    run of it) differ in and what that costs, beside a plain arg-min of each cell
 
 Exit status: 0 when all is done, 1 when something could not be done, 3 when --limit-seconds ended the measuring; then the same
 command goes on.
@@ -27,14 +29,16 @@ from kernreg.device import Device
 from kernreg.policy import Policy, PolicyError, lint, parse
 from kernreg.registry import Registry
 from kernreg.tuning.build import build, incumbents, write
-from kernreg.tuning.cells import Grid, shard
+from kernreg.tuning.cells import shard
 from kernreg.tuning.grids import GRIDS, grid
 from kernreg.tuning.journal import Journal, JournalError, Result, read
 from kernreg.tuning.measure import Bench, FakeBench, GpuBench, Watch, interrupted, software
-from kernreg.tuning.tuner import Tuner, last_run, now, reference_of
+from kernreg.tuning.prices import Difference, differences, flips, prices, rows
+from kernreg.tuning.tuner import Tuner, last_run, now
 
 ROOT = Path(__file__).resolve().parent.parent
 DONE, FAILED, STOPPED = 0, 1, 3
+BUDGET = 540.0  # of a GPU's time, for all ops together
 FAKE = Device.declared("Fake GPU", "sm_90", 132)
 
 console = Console(stderr=True, soft_wrap=True)
@@ -42,20 +46,25 @@ console = Console(stderr=True, soft_wrap=True)
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("measure", "build", "all"))
+    parser.add_argument("command", choices=("measure", "build", "all", "compare"))
+    parser.add_argument("sides", nargs="*", metavar="A B", help="compare: two policies or journals")
     parser.add_argument("--op", action="append", choices=sorted(GRIDS), help="only this op; may be repeated")
     parser.add_argument("--device", help="measure: refuse any other GPU; build: only this section, by its id as nvidia-h200")
     parser.add_argument("--gpu", type=int, default=0, help="CUDA ordinal of the GPU to measure")
     parser.add_argument("--journal", type=Path, action="append", help="journal file; build reads several (shards)")
     parser.add_argument("--policy", type=Path, default=ROOT / "dispatch.yaml", help="the file to write")
     parser.add_argument("--limit-seconds", type=float, help="stop after the measurement under way when so much time is gone")
+    parser.add_argument("--budget-seconds", type=float, default=BUDGET, help="timings are shortened to keep it (%(default)g)")
     parser.add_argument("--again", action="store_true", help="begin a new run, though the last one is complete")
     parser.add_argument("--run", help="name of the run, a time such as 2026-11-30T10:00:00Z; shards of one run share it")
     parser.add_argument("--shard", default="1/1", help="measure only rows 2, 5, 8, ... with 2/3: one process and GPU each")
     parser.add_argument("--dry-run", action="store_true", help="print what would be measured or written, and do neither")
     parser.add_argument("--fake-timer", type=int, metavar="SEED", help="invented times on an invented GPU: for tests")
     parser.add_argument("--fake-pause", type=float, default=0.0, metavar="SECONDS", help="how long an invented measurement takes")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if len(args.sides) != (2 if args.command == "compare" else 0):
+        parser.error("compare takes two policies or journals, the other commands none")
+    return args
 
 
 def main(argv: Sequence[str] | None = None, registry: Registry | None = None) -> int:
@@ -66,6 +75,8 @@ def main(argv: Sequence[str] | None = None, registry: Registry | None = None) ->
     try:
         if args.command in ("measure", "all"):
             status = measure(args, registry)
+        if args.command == "compare":
+            compare(args)
         if args.command in ("build", "all") and not (args.command == "all" and args.dry_run):
             status = rebuild(args, registry) or status
     except (JournalError, PolicyError, LookupError, ValueError, OSError) as error:
@@ -78,39 +89,52 @@ def main(argv: Sequence[str] | None = None, registry: Registry | None = None) ->
 
 
 def measure(args: argparse.Namespace, registry: Registry) -> int:
-    deadline = None if args.limit_seconds is None else time.monotonic() + args.limit_seconds
+    began = time.monotonic()
+    deadline = None if args.limit_seconds is None else began + args.limit_seconds
     device = FAKE if args.fake_timer is not None else devices.current(args.gpu)
     if device.platform != "cuda":
         raise ValueError("there is no GPU here to measure")
     if args.device not in (None, device.id):
         raise ValueError(f"this GPU is {device.id}, not {args.device}")
     versions = {"timer": "fake"} if args.fake_timer is not None else software(Watch(device.uuid))
+    bench, policy = bench_of(args, device), present(args.policy)
     status = DONE
-    for op in args.op or sorted(GRIDS):
-        cells = shard(grid(registry, op), args.shard)
-        with Journal(journals(args, device.id)[0]) as journal:
-            fresh = args.run or now()
-            run = fresh if args.again or args.run else last_run(journal.results, op, device.id) or fresh
-            tuner = Tuner(
+    with Journal(journals(args, device.id)[0]) as journal:
+        tuners = [
+            Tuner(
                 registry,
                 device,
-                cells,
+                shard(grid(registry, op), args.shard),
                 journal,
-                bench_of(args, registry, device, cells),
-                run,
+                bench,
+                run_of(args, journal, op, device.id),
                 versions,
                 " ".join(["tools/tune.py", *args.told]),
-                incumbents(present(args.policy), op, device.id),
+                incumbents(policy, op, device.id),
                 interrupted(deadline),
             )
-            status = max(status, report_plan(tuner) if args.dry_run else tune(tuner))
+            for op in args.op or sorted(GRIDS)
+        ]
+        try:
+            for number, tuner in enumerate(tuners):
+                left = args.budget_seconds - (time.monotonic() - began)
+                tuner.budget = max(left, 0.0) * tuner.weight / sum(later.weight for later in tuners[number:])
+                status = max(status, report_plan(tuner) if args.dry_run else tune(tuner))
+        finally:
+            bench.close()
     return status
 
 
-def bench_of(args: argparse.Namespace, registry: Registry, device: Device, cells: Grid) -> Bench:
+def run_of(args: argparse.Namespace, journal: Journal, op: str, device: str) -> str:
+    """The run that is measured: the one asked for, a new one, or the last one, which goes on."""
+    fresh: str = args.run or now()
+    return fresh if args.again or args.run else last_run(journal.results, op, device) or fresh
+
+
+def bench_of(args: argparse.Namespace, device: Device) -> Bench:
     if args.fake_timer is not None:
         return FakeBench(args.fake_timer, args.fake_pause)
-    return GpuBench(args.gpu, device.uuid, reference_of(registry, cells).name)
+    return GpuBench(args.gpu, device.uuid)
 
 
 def journals(args: argparse.Namespace, device: str | None) -> list[Path]:
@@ -132,8 +156,9 @@ def tune(tuner: Tuner) -> int:
     lines = tuner.journal.results[before:]
     seconds = time.monotonic() - began
     console.print(f"{tuner.grid.op.name} on {tuner.device}, run {tuner.run}: {len(lines)} results in {seconds:.0f} s")
+    console.print("  " + ", ".join(f"{what} {took:.0f} s" for what, took in tuner.spent.items()), highlight=False)
     report_failures(lines)
-    report_conditions(lines)
+    report_conditions(lines, tuner.disturbed)
     for text in tuner.skipped:
         console.print(f"[red]skipped[/] {text}", highlight=False)
     if not complete:
@@ -155,13 +180,16 @@ def report_failures(lines: Sequence[Result]) -> None:
         console.print(f"out: {variant} at {step} ({count} keys or cells): {reason}", highlight=False, markup=False)
 
 
-def report_conditions(lines: Sequence[Result]) -> None:
+def report_conditions(lines: Sequence[Result], left: int) -> None:
+    """left: timings of the run that were disturbed and have no undisturbed one beside them."""
     throttled = Counter(reason for line in lines for reason in line.conditions.get("throttle", ()))
     foreign = sum(1 for line in lines if line.conditions.get("foreign"))
     for reason, count in sorted(throttled.items()):
         console.print(f"[yellow]{count} results under throttling: {reason}[/]")
     if foreign:
         console.print(f"[yellow]{foreign} results beside foreign processes on the GPU[/]")
+    if throttled or foreign:
+        console.print(f"[yellow]{left} timings of this run stay disturbed; the others were done again[/]")
 
 
 class Show:
@@ -206,7 +234,7 @@ def rebuild(args: argparse.Namespace, registry: Registry) -> int:
     if not results:
         raise ValueError(f"no results in {', '.join(map(str, paths)) or 'any journal'}")
     previous = args.policy.read_text(encoding="utf-8") if args.policy.exists() else None
-    text = build(results, previous=previous)
+    text = build(results, previous=previous, installed=installed(registry, results))
     problems = [p for p in lint(parse(text, args.policy), registry) if p.severity == "error"]
     sys.stdout.writelines(
         difflib.unified_diff(
@@ -223,6 +251,66 @@ def rebuild(args: argparse.Namespace, registry: Registry) -> int:
         write(args.policy, text)
         console.print(f"wrote {args.policy}", highlight=False)
     return DONE
+
+
+def installed(registry: Registry, results: Sequence[Result]) -> dict[str, dict[str, str]]:
+    """Digests of the present sources of the kernels that were measured."""
+    known = {(op, kernel.name): kernel for op in {r.op for r in results} & registry.ops.keys() for kernel in registry.kernels(op)}
+    found: dict[str, dict[str, str]] = {}
+    for op, use in sorted({(r.op, r.use) for r in results} & known.keys()):
+        found.setdefault(op, {})[use] = registry.source_digest(known[op, use])[:16]
+    return found
+
+
+# --- compare
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Print what two policies or two journals differ in."""
+    measured = [results_of(side) for side in args.sides]
+    one, other = policies = [policy_of(side, results) for side, results in zip(args.sides, measured, strict=True)]
+    known = [r for part in measured for r in part] or read(*(path for path in journals(args, args.device) if path.exists()))
+    say_differences("from nothing" if any(measured) else "as they are", one, other, known)
+    if all(measured):
+        first, second = measured
+        text = build(first)
+        say_differences("with the first in place", parse(text, "A"), parse(build(second, previous=text), "B"), known)
+        plain = flips(first, second)
+        print(f"plain arg-min: the winner flips in {plain.flipped} of {plain.cells} cells{percent(plain.flipped, plain.cells)}")
+    for side, policy, results in zip(args.sides, policies, measured, strict=True):
+        found = prices(results or known, policy)
+        worst = found.worst
+        where = f", worst {worst.regret:.3f} ({worst.where}: {worst.taken} against {worst.best})" if worst else ""
+        print(f"price of determinism in {side}: {len(found.priced)} of {found.cells} cells, median {found.median:.3f}{where}")
+
+
+def results_of(side: str) -> list[Result]:
+    """The lines of a journal, or of one run of it; none for a policy."""
+    path, _, run = side.partition("@")
+    return [] if path.endswith((".yaml", ".yml")) else [r for r in read(path) if run in ("", r.run)]
+
+
+def policy_of(side: str, results: Sequence[Result]) -> Policy:
+    return parse(build(results), side) if results else parse(Path(side).read_text(encoding="utf-8"), side)
+
+
+def say_differences(what: str, one: Policy, other: Policy, results: Sequence[Result]) -> None:
+    found = differences(one, other, results)
+    count = max(rows(one), rows(other))
+    print(f"{what}: {len(found)} of {count} rows differ{percent(len(found), count)}")
+    for difference in found:
+        print(f"  {difference.op} {difference.device} {difference.row}: {difference.before} -> {difference.after}")
+        print(f"    {cost(difference)}")
+
+
+def cost(difference: Difference) -> str:
+    if difference.cost is None or difference.most is None:
+        return "what it costs was not measured"
+    return f"worst regret {difference.cost:+.2%}, a cell's time by up to {difference.most:.2%}"
+
+
+def percent(part: int, whole: int) -> str:
+    return f" ({part / whole:.1%})" if whole else ""
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """From measurements to a policy file: a pure function, the same bytes for the same journals, pins and previous file.
 
-A row takes the variant whose worst regret over the row's cells is least; ties by the geometric mean of the regrets, then by
-name. A cell's regret is the variant's time over the fastest one's, both with `FLOOR_US` added. Tuning runs are replayed in
-order: what a run finds in place stays unless the gain exceeds 3 % and the measured noise. Of the previous file only the rows of
-the measured ops and devices are rewritten.
+What a row takes is said in `choose`. Tuning runs are replayed in order: what a run finds in place stays unless the gain exceeds
+3 % and the measured noise. Of the previous file only the rows of the measured ops and devices are rewritten.
 """
 
 from __future__ import annotations
@@ -13,23 +11,26 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kernreg.contract import FactValue
-from kernreg.policy_file import SCHEMA, Policy, Row, Use, parse
+from kernreg.policy_file import SCHEMA, Policy, Row, parse
+from kernreg.tuning.choose import FLOOR_US, KEPT_VARIANTS, TIE, Evidence, Plan, Span, Table, leaders, of_row, replay
 from kernreg.tuning.journal import Result, canonical, current, sync_folder
 from kernreg.yaml_subset import CONSTANTS, SWITCHES, WORD, Node, PolicyError, read
 
-LEAST_GAIN = 0.03  # an incumbent stays for less
-TIE = 1.01  # regrets closer than this are equal
-# What a step spends around any call. Without it, 6 us lost at batch 1 would outweigh 1.5 ms lost at batch 128.
-FLOOR_US = 10.0
-KEPT_VARIANTS = 8
+__all__ = ["FLOOR_US", "KEPT_VARIANTS", "TIE", "Evidence", "build", "incumbents", "leaders", "scalar", "write"]
+
 PREVIOUS = "the previous file"
+WIDTH = 120  # of a line that lists what could also stand on lines of their own
+REST = "rest"
+BETWEEN = ", "  # of several versions
+
+Digests: TypeAlias = "Mapping[str, Mapping[str, str]]"  # by op and kernel, 16 digits
 
 HEADER = """\
 # Which variant of a kernel serves which call.
@@ -42,145 +43,25 @@ HEADER = """\
 # Rows with a device are written by tools/tune.py from tools/measurements/: edits to them do not last, decisions of people
 # go under `pins` with a reason. `us` is the variant's time in microseconds at the cell `at`, `next` the runner-up's there;
 # `regret` is the largest slowdown against the fastest variant over all measured cells, `measured` what they covered.
+#
+# A row follows the batch only inside one numerics class: variants whose bits were measured to be equal for all keys of the row.
+# `classes` lists what was measured in full, `class` is the one taken; the runner-up is of that class if it has another variant.
+# `upto` is the last measured batch that takes the entry, so a batch between two measured ones takes what the larger takes.
+# `kernels` are digests of the sources that a device's rows were measured with; a row whose kernel changed since says `stale`.
 """
-
-
-# --- choosing
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A variant's regrets: the worst, where that is, and the geometric mean; `slowest` is the worst without the floor."""
-
-    variant: str
-    worst: float
-    where: str
-    mean: float
-    slowest: float
-    order: tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a row takes, and the next best; results at the row's largest cell."""
-
-    standing: Standing
-    at: Result
-    runner_up: Standing | None
-    next: Result | None
-    cells: tuple[Result, ...]
-
-
-class Evidence:
-    """What is known of one row: for each cell and variant the newest full timing, else the newest quick one."""
-
-    def __init__(self) -> None:
-        self.times: dict[str, dict[str, Result]] = {}
-        self.failed: set[str] = set()
-
-    def add(self, results: Sequence[Result]) -> None:
-        """The results of one run. A variant that failed is out until a run in which it does not."""
-        self.failed -= {result.variant for result in results}
-        self.failed |= {result.variant for result in results if result.stage == "failed"}
-        for result in results:
-            if result.stage != "failed":
-                cell = self.times.setdefault(result.cell_key, {})
-                if result.stage == "full" or result.variant not in cell or cell[result.variant].stage == "quick":
-                    cell[result.variant] = result
-
-    def standings(self) -> list[Standing]:
-        """Of the variants that were timed in every cell, or, in an unfinished run, in the most cells."""
-        fair = {key: {v: r for v, r in cell.items() if v not in self.failed} for key, cell in self.times.items()}
-        fair = {key: cell for key, cell in fair.items() if cell}
-        variants = {v: r for cell in fair.values() for v, r in cell.items()}
-        covered = {v: frozenset(key for key, cell in fair.items() if v in cell) for v in variants}
-        widest = max(map(len, covered.values()), default=0)
-        wide = [v for v in variants if len(covered[v]) == widest]
-        shared = sorted(frozenset.intersection(*(covered[v] for v in wide))) if wide else []
-        return [self._standing(variants[v], {key: fair[key] for key in shared}) for v in wide] if shared else []
-
-    def _standing(self, one: Result, cells: Mapping[str, Mapping[str, Result]]) -> Standing:
-        times = {key: (cell[one.variant].median, min(r.median for r in cell.values())) for key, cell in cells.items()}
-        regrets = {key: (mine + FLOOR_US) / (least + FLOOR_US) for key, (mine, least) in times.items()}
-        where = max(regrets, key=regrets.__getitem__)
-        mean = math.exp(math.fsum(map(math.log, regrets.values())) / len(regrets))
-        slowest = max(mine / least for mine, least in times.values())
-        return Standing(one.variant, regrets[where], where, mean, slowest, (one.use, canonical(one.config)))
-
-    def noise(self, *standings: Standing) -> float:
-        """The largest spread of these variants at the cells that decide between them."""
-        cells = [self.times[standing.where] for standing in standings]
-        return max(cell[s.variant].spread for cell in cells for s in standings)
-
-    def choose(self, incumbent: str | None) -> Standing | None:
-        """The best variant, or the incumbent where the gain is within the threshold."""
-        standings = self.standings()
-        if not standings:
-            return None
-        challenger = best(standings)
-        for held in standings:
-            if held.variant == incumbent:
-                gain = held.worst / challenger.worst - 1
-                return challenger if gain > max(LEAST_GAIN, self.noise(held, challenger)) else held
-        return challenger
-
-    def choice(self, standing: Standing) -> Choice:
-        others = [other for other in self.standings() if other.variant != standing.variant]
-        runner_up = best(others) if others else None
-        cells = [cell for cell in self.times.values() if standing.variant in cell]
-        largest = max(cells, key=lambda cell: (cell[standing.variant].work, cell[standing.variant].cell_key))
-        mine = tuple(cell[standing.variant] for cell in cells)
-        return Choice(standing, largest[standing.variant], runner_up, largest.get(runner_up.variant) if runner_up else None, mine)
-
-
-def best(standings: Sequence[Standing]) -> Standing:
-    """Least worst regret, then least mean regret, then the first by name; what differs by less than `TIE` is equal."""
-    bound = min(s.worst for s in standings) * TIE
-    near = [s for s in standings if s.worst <= bound]
-    bound = min(s.mean for s in near) * TIE
-    return min((s for s in near if s.mean <= bound), key=lambda s: s.order)
-
-
-def leaders(results: Iterable[Result], count: int = KEPT_VARIANTS) -> list[str]:
-    """The variants of one row worth timing everywhere: the best overall, the best of each cell, then the next overall."""
-    evidence = Evidence()
-    evidence.add(list(results))
-    overall = [s.variant for s in sorted(evidence.standings(), key=lambda s: (s.worst, s.mean, s.order))]
-    winners = []
-    for key in sorted(evidence.times):
-        fair = [r for v, r in evidence.times[key].items() if v in overall]
-        winners += [min(fair, key=lambda r: (r.median, r.variant)).variant] if fair else []
-    return list(dict.fromkeys([*overall[: count // 2], *winners, *overall]))[:count]
-
-
-def replay(results: Iterable[Result], incumbent: Callable[[Evidence], str | None]) -> Choice | None:
-    """What a row takes after all runs, in their order."""
-    evidence, standing = Evidence(), None
-    by_run: dict[str, list[Result]] = {}
-    for result in results:
-        by_run.setdefault(result.run, []).append(result)
-    for run in sorted(by_run):
-        evidence.add(by_run[run])
-        standing = evidence.choose(standing.variant if standing else incumbent(evidence))
-    return evidence.choice(standing) if standing else None
 
 
 # --- incumbents of the previous file
 
 
-def incumbents(policy: Policy | None, op: str, device: str) -> dict[str, Use]:
-    """By row key, what the file's rows for this op and device take."""
+def incumbents(policy: Policy | None, op: str, device: str) -> dict[str, Row]:
+    """By row key, the file's rows for this op and device alone: what they take stays for small gains."""
     rows = policy.ops.get(op, ()) if policy else ()
-    return {_row_key(row): row.entries[0].use for row in rows if row.devices == {device}}
+    return {_row_key(row): row for row in rows if row.devices == {device}}
 
 
 def _row_key(row: Row) -> str:
     return canonical({c.key: c.values[0] for c in row.when if c.key != "device"})
-
-
-def matches(use: Use, kernel: str, config: Mapping[str, FactValue]) -> bool:
-    """Is this the variant that the file names? A file may leave out parameters that stand at their default."""
-    return kernel == use.kernel and all(config.get(name) == value for name, value in use.config.items())
 
 
 def _unreplayed(policy: Policy | None, op: str, device: str, runs: Collection[str]) -> list[str]:
@@ -190,18 +71,15 @@ def _unreplayed(policy: Policy | None, op: str, device: str, runs: Collection[st
     return [] if set(recorded) <= set(runs) else recorded
 
 
-def _held(use: Use | None) -> Callable[[Evidence], str | None]:
-    def find(evidence: Evidence) -> str | None:
-        timed = [r for cell in evidence.times.values() for r in cell.values()]
-        return min((r.variant for r in timed if use is not None and matches(use, r.use, r.config)), default=None)
-
-    return find
-
-
 # --- writing
 
 
-def build(results: Iterable[Result], pins: Sequence[Mapping[str, object]] | None = None, previous: str | None = None) -> str:
+def build(
+    results: Iterable[Result],
+    pins: Sequence[Mapping[str, object]] | None = None,
+    previous: str | None = None,
+    installed: Digests | None = None,
+) -> str:
     """The text of the policy file.
 
     Args:
@@ -209,6 +87,7 @@ def build(results: Iterable[Result], pins: Sequence[Mapping[str, object]] | None
         pins: people's decisions, as the file has them; None keeps those of `previous`.
         previous: text of the present file. Its rows for measured ops and devices are incumbents, unless the run that they came
             from is among `results` and is replayed anyway; everything else in it is kept as it is.
+        installed: digests of the present sources; rows of kernels that were measured with others say that they are stale.
 
     Raises:
         PolicyError: `previous` is damaged, or has rows in flow style.
@@ -218,23 +97,31 @@ def build(results: Iterable[Result], pins: Sequence[Mapping[str, object]] | None
     by_place: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         by_place.setdefault((result.op, str(result.device["id"])), []).append(result)
-    fresh = {place: "".join(_rows(part, *place, old)) for place, part in by_place.items()}
-    sections = {**kept.devices, **{device: _section(by_place, device, old) for _, device in by_place}}
+    chosen = {place: list(_chosen(part, *place, old)) for place, part in by_place.items()}
+    fresh = {
+        (op, device): "".join(_row(device, *row, _is_stale(row, (installed or {}).get(op, {}))) for row in rows)
+        for (op, device), rows in chosen.items()
+    }
+    sections = {**kept.devices, **{device: _section(by_place, chosen, device, old) for _, device in by_place}}
     text = "".join(_document(kept, by_place, sections, fresh, pins))
     _check(text, previous, by_place.keys(), pinned=pins is not None)
     return text
 
 
-def _rows(results: Sequence[Result], op: str, device: str, old: Policy | None) -> Iterator[str]:
-    uses: Mapping[str, Use] = {}
+Chosen: TypeAlias = "tuple[Table, Plan]"
+
+
+def _chosen(results: Sequence[Result], op: str, device: str, old: Policy | None) -> Iterator[Chosen]:
+    """The rows of an op on a device, in the order of the file."""
+    held: Mapping[str, Row] = {}
     if _unreplayed(old, op, device, {result.run for result in results}):
-        uses = incumbents(old, op, device)
+        held = incumbents(old, op, device)
     by_row: dict[str, list[Result]] = {}
     for result in current(results):
         by_row.setdefault(result.row_key, []).append(result)
     for key, part in sorted(by_row.items(), key=lambda item: _natural(item[1][0].row)):
-        if choice := replay(part, _held(uses.get(key))):
-            yield _row(device, choice)
+        if found := replay(part, of_row(held.get(key))):
+            yield found
 
 
 def _natural(value: object) -> list[tuple[int, str]]:
@@ -243,23 +130,61 @@ def _natural(value: object) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text) if part]
 
 
-def _row(device: str, choice: Choice) -> str:
-    at = choice.at
-    fields: dict[str, str] = {
-        "when": flow({"device": device, **at.row}),
-        "use": scalar(at.use),
-        "config": flow(at.config),
-        "us": _us(at),
-    }
-    if choice.runner_up and choice.next:
-        fields |= {"next": _us(choice.next), "runner_up": scalar(choice.runner_up.variant)}
+def _digests(chosen: Iterable[Chosen]) -> dict[str, str]:
+    """Of the kernels that these rows take."""
+    used = [table.variants[span.variant] for table, plan in chosen for span in plan.spans]
+    return dict(sorted((result.use, result.digest) for result in used))
+
+
+def _is_stale(chosen: Chosen, installed: Mapping[str, str]) -> bool:
+    return any(installed.get(kernel, digest) != digest for kernel, digest in _digests([chosen]).items())
+
+
+# --- a row
+
+
+def _row(device: str, table: Table, plan: Plan, stale: bool) -> str:
+    row = table.variants[plan.spans[0].variant].row
+    entries = [_entry(table, plan, span) for span in plan.spans]
+    fields: dict[str, str] = {"when": flow({"device": device, **row})}
+    if stale:
+        fields["stale"] = "true"
+    classes = {team.numerics: team.members for team in table.teams if team.numerics}
+    if plan.team.numerics:
+        fields["class"] = scalar(plan.team.numerics)
+    if len(entries) == 1:
+        fields |= entries[0]
+    else:
+        ends = [*(str(span.batches[-1]) for span in plan.spans[:-1]), REST]
+        fields["batch"] = "".join(_batch_entry({"upto": end, **entry}) for end, entry in zip(ends, entries, strict=True))
+    if plan.team.numerics:
+        fields["classes"] = "".join(f"\n        {scalar(name)}: {_variants(classes[name])}" for name in sorted(classes))
     fields |= {
-        "at": flow(at.cell),
-        "regret": f"{choice.standing.slowest:.3f}",
-        "measured": _listed([flow(area) for area in _areas(choice.cells)]),
+        "regret": f"{plan.standing.slowest:.3f}",
+        "measured": _listed([flow(area) for area in _areas(table)]),
     }
-    lines = [f"{name}: {value}".replace(": \n", ":\n") for name, value in fields.items() if value != "{}"]
+    lines = [f"{name}: {value}".replace(": \n", ":\n") for name, value in fields.items()]
     return "    - " + "\n      ".join(lines) + "\n"
+
+
+def _entry(table: Table, plan: Plan, span: Span) -> dict[str, str]:
+    """A variant with its numbers at its largest cell."""
+    key = table.largest(span)
+    at, other = table.cells[key][span.variant], table.runner_up(plan, span)
+    fields = {"use": scalar(at.use), "config": flow(at.config), "us": _us(at)}
+    if other:
+        fields |= {"next": _us(table.cells[key][other]), "runner_up": scalar(other)}
+    return {name: value for name, value in {**fields, "at": flow(at.cell)}.items() if value != "{}"}
+
+
+def _batch_entry(fields: Mapping[str, str]) -> str:
+    return "\n        - {" + ", ".join(f"{name}: {value}" for name, value in fields.items()) + "}"
+
+
+def _variants(names: Sequence[str]) -> str:
+    """On one line if it is short."""
+    line = flow(names)
+    return line if len(line) <= WIDTH else "".join(f"\n          - {scalar(name)}" for name in names)
 
 
 def _listed(items: Sequence[str]) -> str:
@@ -270,11 +195,13 @@ def _us(result: Result) -> str:
     return f"{result.median:.{1 if result.median >= 10 else 2}f}"
 
 
-def _areas(cells: Sequence[Result]) -> list[dict[str, object]]:
-    """What was measured, as few areas as one pass of joining gives; in each, every combination of the values was timed."""
-    areas = [{name: [value] for name, value in key} for key in dict.fromkeys(_combination(cell) for cell in cells)]
+def _areas(table: Table) -> list[dict[str, object]]:
+    """What was measured, the largest area first; in each, every combination of the values was timed."""
+    cells = (next(iter(cell.values())) for cell in table.cells.values())
+    areas = [{name: [value] for name, value in key} for key in dict.fromkeys(map(_combination, cells))]
     for name in reversed(list(areas[0])):
         areas = _join(areas, name)
+    areas.sort(key=lambda area: (-math.prod(map(len, area.values())), repr(area)))
     return [{n: found[0] if len(found) == 1 else found for n, found in area.items()} for area in areas]
 
 
@@ -292,17 +219,41 @@ def _join(areas: Sequence[dict[str, list[FactValue]]], name: str) -> list[dict[s
     return list(joined.values())
 
 
-def _section(by_place: Mapping[tuple[str, str], Sequence[Result]], device: str, old: Policy | None) -> str:
-    """A device's line: what it is, the newest software, and for each op the runs that its rows come from."""
+def _section(
+    by_place: Mapping[tuple[str, str], Sequence[Result]],
+    chosen: Mapping[tuple[str, str], Sequence[Chosen]],
+    device: str,
+    old: Policy | None,
+) -> str:
+    """What a device is, the software and for each op the runs that its rows come from, and the kernels that they use."""
     mine = {op: part for (op, d), part in by_place.items() if d == device}
-    newest = max((r for part in mine.values() for r in part), key=lambda r: (r.run, r.date))
-    before = old.devices[device].measured if old and device in old.devices else {}
-    runs = {op: text for op, text in before.items() if old and op in old.ops}
+    newest = {op: max(part, key=lambda r: (r.run, r.date)) for op, part in mine.items()}
+    held = old.devices.get(device) if old else None
+    staying = [op for op in (old.ops if old else ()) if op not in mine and held and op in held.measured]
+    versions = [dict(newest[op].software) for op in sorted(newest)]
+    if held and staying:
+        versions.append({name: text for name, text in held.measured.items() if old and name not in old.ops})
+    runs = {op: held.measured[op] for op in staying} if held else {}
     for op, part in mine.items():
         own = {result.run for result in part}
         runs[op] = " ".join(sorted(own | set(_unreplayed(old, op, device, own))))
-    fields = {name: newest.device[name] for name in ("name", "arch", "sms")}
-    return f"  {scalar(device)}: {flow({**fields, 'measured': {**newest.software, **dict(sorted(runs.items()))}})}\n"
+    kernels = {op: _digests(chosen[op, device]) for op in mine}
+    kernels |= {op: dict(held.kernels[op]) for op in staying if op in held.kernels} if held else {}
+    one = max(newest.values(), key=lambda r: (r.run, r.date)).device
+    fields = [f"{name}: {scalar(one[name])}" for name in ("name", "arch", "sms")]
+    fields.append(f"measured: {flow({**_versions(versions), **dict(sorted(runs.items()))})}")
+    listed = [f"  {scalar(op)}: {flow(kernels[op])}" for op in sorted(kernels) if kernels[op]]
+    fields += ["kernels:", *listed] if listed else []
+    return f"  {scalar(device)}:\n" + "".join(f"    {field}\n" for field in fields)
+
+
+def _versions(versions: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Of the software; where ops were measured with different ones, all of them: no single one stands for the whole section."""
+    found: dict[str, list[str]] = {}
+    for part in versions:
+        for name, text in part.items():
+            found[name] = sorted({*found.get(name, []), *text.split(BETWEEN)})
+    return {name: BETWEEN.join(texts) for name, texts in found.items()}
 
 
 def flow(value: Mapping[str, object] | Sequence[object]) -> str:

@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 from kernreg.contract import FactValue, variant_id
 
 SCHEMA = 1
-STAGES = ("quick", "full", "failed")
+TIMED = ("quick", "full", "again")
+STAGES = (*TIMED, "failed", "bits")
 
 
 class JournalError(ValueError):
@@ -33,13 +35,15 @@ class Result:
     run: when the tuning run began that this belongs to; runs are told apart and ordered by it.
     row: the facts that policy rows of this op are keyed on.
     facts: the other facts that the grid varies. batch: rows of a call.
-    load: what else the time depends on: layers, history, accepted tokens. A failed screen has neither batch nor load.
+    load: what else the time depends on: layers, history, accepted tokens. What a screen finds has neither batch nor load.
     use, config: the variant.
     digest: of the kernel's source, comments and docstrings left out. reference: the kernel that it was held against.
-    stage: "quick" (screening), "full", or "failed".
+    stage: "quick" (every candidate, at the anchors), "full" (those that lead, everywhere), "again" (as full, once more),
+        "failed", or "bits".
     us: 20th, 50th and 80th percentile of a call, microseconds.
     work: bytes that a call must move.
-    step, reason: of a failure: where ("load", "parity", "determinism", "timing") and why.
+    step, reason: of a failure: where ("load", "launch", "parity", "bits", "timing") and why.
+    bits: the variant's fingerprint for the static key of `row` and `facts`, 16 hex digits; only of stage "bits".
     conditions: clocks, temperature, throttle reasons and foreign processes seen while timing.
     device: id, name, arch and sms. software: versions of driver, CUDA, torch, Triton.
     """
@@ -60,6 +64,7 @@ class Result:
     work: int = 0
     step: str = ""
     reason: str = ""
+    bits: str = ""
     reference: str = ""
     conditions: Mapping[str, Any] = field(default_factory=dict)
     device: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +79,20 @@ class Result:
     @property
     def row_key(self) -> str:
         return canonical(self.row)
+
+    @property
+    def key(self) -> str:
+        """The static key, as far as row and facts name it: `kernreg.numerics.facts_key` spells it the same."""
+        return canonical({**self.row, **self.facts})
+
+    @property
+    def timed(self) -> bool:
+        return self.us is not None
+
+    @property
+    def disturbed(self) -> bool:
+        """Was it timed under throttling, or beside another process on the GPU?"""
+        return bool(self.conditions.get("throttle") or self.conditions.get("foreign"))
 
     @property
     def cell(self) -> dict[str, FactValue]:
@@ -117,8 +136,8 @@ class Result:
         needed = ("run", "op", "row", "use", "digest", "stage")
         if absent := [name for name in needed if name not in value]:
             raise ValueError(f"no field {', '.join(absent)}")
-        if value["stage"] not in STAGES or (value["stage"] == "failed") != ("us" not in value):
-            raise ValueError(f"stage is {value['stage']!r}: a failure has no time, every other line has one")
+        if value["stage"] not in STAGES or (value["stage"] in TIMED) != ("us" in value):
+            raise ValueError(f"stage is {value['stage']!r}: a failure has no time, nor have bits; every other line has one")
         times = value.pop("us", None)
         if times is not None and not _is_times(times):
             raise ValueError(f"us is {times!r}, wanted three times above 0: p20 <= p50 <= p80")
@@ -127,7 +146,18 @@ class Result:
                 raise ValueError(f"{name} is {value[name]!r}, wanted a mapping")
         if type(value.get("batch", 1)) is not int or value.get("batch", 1) < 0:
             raise ValueError(f"batch is {value['batch']!r}, wanted a whole number")
+        _check_bits(value)
         return Result(**{"facts": {}, "config": {}, **value}, us=None if times is None else tuple(times))
+
+
+def _check_bits(value: Mapping[str, Any]) -> None:
+    bits = value.get("bits")
+    if value["stage"] != "bits" and bits is not None:
+        raise ValueError(f"bits is {bits!r}: only a line of stage 'bits' has them")
+    if value["stage"] == "bits" and not (isinstance(bits, str) and re.fullmatch("[0-9a-f]{16}", bits)):
+        raise ValueError(f"bits is {bits!r}, wanted 16 hexadecimal digits")
+    if value["stage"] == "bits" and (extra := [name for name in ("batch", "load") if value.get(name)]):
+        raise ValueError(f"{extra[0]} is {value[extra[0]]!r}: a fingerprint is of a static key, whatever the batch and the load")
 
 
 def _is_times(times: object) -> bool:
@@ -138,7 +168,7 @@ def _is_times(times: object) -> bool:
 # in the order in which a line shows them
 FIELDS = (
     *("run", "op", "row", "facts", "batch", "load", "use", "config", "stage", "us", "samples", "copies", "work", "step"),
-    *("reason", "digest", "reference", "conditions", "device", "software", "command", "date"),
+    *("reason", "bits", "digest", "reference", "conditions", "device", "software", "command", "date"),
 )
 
 
@@ -233,7 +263,17 @@ def sync_folder(path: Path) -> None:
 
 
 def current(results: Iterable[Result]) -> list[Result]:
-    """Without the results of kernels whose source has changed since: each kernel's newest digest on a device counts."""
+    """Without what no longer counts: results of kernels whose source has changed since, and of rows that are keyed otherwise now.
+
+    Each kernel's newest digest on a device counts, and the facts that each op's newest rows on it name.
+    """
     results = list(results)
-    newest = {(r.op, r.use, r.device.get("id")): r.digest for r in sorted(results, key=lambda r: r.date)}
-    return [r for r in results if newest[r.op, r.use, r.device.get("id")] == r.digest]
+    by_date = sorted(results, key=lambda r: (r.date, r.digest))
+    digests = {(r.op, r.use, r.device.get("id")): r.digest for r in by_date}
+    by_run = sorted(results, key=lambda r: (r.run, r.date, sorted(r.row)))
+    keys = {(r.op, r.device.get("id")): r.row.keys() for r in by_run}
+    return [
+        r
+        for r in results
+        if digests[r.op, r.use, r.device.get("id")] == r.digest and keys[r.op, r.device.get("id")] == r.row.keys()
+    ]

@@ -12,14 +12,18 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
-from kernreg.contract import FactValue, Variant, format_facts, variant_id
+from kernreg.contract import Case, FactValue, Variant, format_facts, variant_id
+from kernreg.registry import Registry
 from kernreg.tuning.cells import Cell, Grid, Rotation
+from kernreg.tuning.fingerprints import registry_named
 from kernreg.tuning.grids import grid
-from kernreg.tuning.screen import Failure, screen
+from kernreg.tuning.screen import Failure, current, screen
 from kernreg.tuning.workers import Crash, Note, Workers
 
 Clock: TypeAlias = Callable[[], float]
@@ -57,13 +61,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """One screening: may this candidate be timed for this static key?"""
+    """One screening: may this candidate be timed for this static key?
+
+    reference: the kernel that it is held against. compile_only: it has passed before; only the compile cache is to be filled.
+    """
 
     candidate: Candidate
     facts: Mapping[str, FactValue]
+    reference: str
+    compile_only: bool = False
 
 
-Screened: TypeAlias = "Generator[tuple[Trial, Failure | None], None, None]"
+Found: TypeAlias = "Failure | str | None"  # why it is out, or its fingerprint, or None if it was only compiled
+Screened: TypeAlias = "Generator[tuple[Trial, Found], None, None]"
 
 
 class CellError(RuntimeError):
@@ -75,7 +85,7 @@ class Bench(Protocol):
 
     def screen(self, trials: Sequence[Trial]) -> Screened: ...
 
-    def time(self, cell: Cell, candidates: Sequence[Candidate], stage: str) -> dict[str, Outcome]:
+    def time(self, cell: Cell, candidates: Sequence[Candidate], stage: str, effort: Effort) -> dict[str, Outcome]:
         """Outcomes by candidate id. Raises CellError."""
         ...
 
@@ -99,8 +109,16 @@ class Effort:
             return 1
         return max(self.least, min(self.most, int(self.budget_us / max(replay_us, 1.0))))
 
+    def within(self, seconds: float) -> Effort:
+        """The same, where a timing may cost only so much: half of it goes into capturing."""
+        return replace(self, budget_us=min(self.budget_us, seconds * 1e6 / 2))
 
-EFFORT: Mapping[str, Effort] = {"quick": Effort(3, 7, 12_000, hopeless=3.0), "full": Effort(7, 31, 60_000)}
+
+EFFORT: Mapping[str, Effort] = {
+    "quick": Effort(3, 7, 8_000, hopeless=3.0),
+    "full": Effort(5, 31, 30_000),
+    "again": Effort(7, 41, 50_000),
+}
 
 
 def shuffled_rounds(replays: Mapping[str, int], seed: int) -> Iterator[str]:
@@ -138,38 +156,35 @@ THROTTLES = {
 
 
 class Watch:
-    """Clocks, temperature, throttle reasons and foreign processes by NVML; says nothing where NVML is missing.
-
-    Process numbers may be the host's and not ours, so a process is foreign if it was there before us or came after `start`.
-    """
+    """Clocks, temperature, throttle reasons and foreign processes by NVML; says nothing where NVML is missing."""
 
     def __init__(self, uuid: str) -> None:
         self._nvml, self._handle = _nvml_handle(uuid)
-        self._before = self._processes()
-        self._known = self._before
+        self._before = self.processes()
 
-    def start(self) -> None:
-        """Everything that runs now and did not when this watch was made is ours."""
-        self._known = self._processes()
+    def ours(self) -> frozenset[int]:
+        """What runs now and did not when this watch was made. The numbers may be the host's, so our own say nothing."""
+        return self.processes() - self._before
 
-    def read(self) -> dict[str, Any]:
+    def read(self, ours: frozenset[int] = frozenset()) -> dict[str, Any]:
+        """What the GPU does now. foreign: how many processes are on it that are not among `ours`."""
         if self._handle is None:
             return {}
         n, handle = self._nvml, self._handle
-        now = self._processes()
         wanted: dict[str, Callable[[], Any]] = {
             "sm_mhz": lambda: n.nvmlDeviceGetClockInfo(handle, n.NVML_CLOCK_SM),
             "mem_mhz": lambda: n.nvmlDeviceGetClockInfo(handle, n.NVML_CLOCK_MEM),
             "celsius": lambda: n.nvmlDeviceGetTemperature(handle, n.NVML_TEMPERATURE_GPU),
             "throttle": lambda: _throttles(n.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
-            "foreign": lambda: len((now & self._before) | (now - self._known)),
+            "foreign": lambda: len(self.processes() - ours),
         }
         return {name: value for name, ask in wanted.items() if (value := self._try(ask)) is not None}
 
     def driver(self) -> str:
         return "" if self._handle is None else str(self._try(self._nvml.nvmlSystemGetDriverVersion) or "")
 
-    def _processes(self) -> frozenset[int]:
+    def processes(self) -> frozenset[int]:
+        """Those that compute on the GPU."""
         if self._handle is None:
             return frozenset()
         return frozenset(p.pid for p in self._try(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or ())
@@ -202,19 +217,31 @@ def _nvml_handle(uuid: str) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class TimeTask:
-    cell: Cell
-    candidates: tuple[Candidate, ...]
-    stage: str
-    seed: int
+    """cell: None only starts the process, or has it give its pool back. ours: processes on the GPU that belong to the tuning.
+
+    registry: ``"module:function"`` that makes it; empty for the installed backends.
+    """
+
     gpu: int
     uuid: str
+    registry: str = ""
+    cell: Cell | None = None
+    candidates: tuple[Candidate, ...] = ()
+    effort: Effort = EFFORT["full"]
+    seed: int = 0
+    ours: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class ScreenTask:
     trial: Trial
-    reference: str
     gpu: int
+    registry: str = ""
+
+    @property
+    def key(self) -> Hashable:
+        """Tasks with the same one share inputs."""
+        return (self.trial.candidate.op, *self.trial.facts.items())
 
 
 def context_is_usable() -> bool:
@@ -228,12 +255,46 @@ def context_is_usable() -> bool:
     return True
 
 
-def screen_on_gpu(task: ScreenTask, note: Note) -> Failure | None:
-    """What a screening worker runs."""
-    from kernreg import registry as registries
+MOST_HELD = 1 << 29  # bytes that a process may hold back while others time
 
-    variant = _variant(registries.default(), task.trial.candidate)
-    return screen(registries.default(), task.reference, variant, task.trial.facts, f"cuda:{task.gpu}")
+
+def leaves_room() -> bool:
+    """The same, after giving memory back where much is held."""
+    import torch
+
+    if not context_is_usable():
+        return False
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_HELD:
+        torch.cuda.empty_cache()
+    return True
+
+
+def screen_on_gpu(task: ScreenTask, note: Note) -> Found:
+    """What a screening worker runs."""
+    registry, device = _registry(task.registry), f"cuda:{task.gpu}"
+    variant = _variant(registry, task.trial.candidate)
+    if task.trial.compile_only:
+        return compiles(registry, variant, task.trial.facts, device)
+    found = screen(registry, task.trial.reference, variant, task.trial.facts, device)
+    return found if isinstance(found, Failure) else found.bits
+
+
+@cache
+def _registry(name: str) -> Registry:
+    return registry_named(name)
+
+
+def compiles(registry: Registry, variant: Variant, facts: Mapping[str, FactValue], device: str) -> Failure | None:
+    """Load, compile and run it once; why it cannot, or None."""
+    from kernreg.dispatch import launcher
+
+    try:
+        with current(device):
+            run = launcher(registry, variant, facts)
+            run(**registry.op(variant.kernel.op).samples.make_inputs(Case("launch", facts, 1), device=device))
+    except Exception as error:
+        return Failure.of("launch", error)
+    return None
 
 
 def software(watch: Watch) -> dict[str, str]:
@@ -250,10 +311,8 @@ def software(watch: Watch) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _variant(registry: Any, candidate: Candidate) -> Variant:
-    kernel = registry.kernel(candidate.op, candidate.use)
-    variant: Variant = kernel.variant(dict(candidate.config))
-    return variant
+def _variant(registry: Registry, candidate: Candidate) -> Variant:
+    return registry.kernel(candidate.op, candidate.use).variant(dict(candidate.config))
 
 
 _timer: CudaTimer | None = None
@@ -263,29 +322,39 @@ def time_on_gpu(task: TimeTask, note: Note) -> dict[str, Outcome]:
     """What the timing worker runs; it keeps the last pool for the next cell."""
     global _timer  # noqa: PLW0603 - one timer a process
     if _timer is None:
-        _timer = CudaTimer(task.gpu, task.uuid)
-    return _timer.time(task, note)
+        _timer = CudaTimer(task.gpu, task.uuid, _registry(task.registry))
+    if task.cell is None:
+        _timer.release()
+        return {}
+    return _timer.time(task, task.cell, note)
 
 
 class CudaTimer:
     """Captures, replays and times; holds the pool of the last cell."""
 
-    def __init__(self, gpu: int, uuid: str) -> None:
+    def __init__(self, gpu: int, uuid: str, registry: Registry) -> None:
         import torch
 
-        from kernreg import registry as registries
-
         self.device = f"cuda:{gpu}"
-        self.registry = registries.default()
+        self.registry = registry
         self.watch = Watch(uuid)
         torch.cuda.set_device(gpu)
         torch.cuda.synchronize()
-        self.watch.start()
+        self.grids: dict[str, Grid] = {}
         self.rotation: Rotation | None = None
 
-    def time(self, task: TimeTask, note: Note) -> dict[str, Outcome]:
+    def release(self) -> None:
+        """Give the pool back."""
+        import torch
+
+        self.rotation = None
+        torch.cuda.empty_cache()
+
+    def time(self, task: TimeTask, cell: Cell, note: Note) -> dict[str, Outcome]:
         note("")  # making the inputs is nobody's fault
-        rotation = self._rotation(grid(self.registry, task.cell.op), task.cell)
+        if cell.op not in self.grids:
+            self.grids[cell.op] = grid(self.registry, cell.op)
+        rotation = self._rotation(self.grids[cell.op], cell)
         outcomes: dict[str, Outcome] = {}
         graphs: dict[str, Any] = {}
         for candidate in task.candidates:
@@ -297,14 +366,14 @@ class CudaTimer:
                 if not context_is_usable():
                     raise
         note("")
-        return {**outcomes, **self._replay(graphs, self._capture(rotation.reset) if rotation.kept else None, task, note)}
+        reset = self._capture(rotation.reset) if rotation.kept else None
+        return {**outcomes, **self._replay(graphs, reset, cell.copies, task, note)}
 
     def _rotation(self, grid: Grid, cell: Cell) -> Rotation:
         import torch
 
         if self.rotation is None or self.rotation.cell.block != cell.block:
-            self.rotation = None
-            torch.cuda.empty_cache()
+            self.release()
             self.rotation = Rotation.make(grid, cell, self.device)
             torch.cuda.empty_cache()
         self.rotation.use(cell)
@@ -343,7 +412,7 @@ class CudaTimer:
         torch.cuda.synchronize()
         return graph
 
-    def _replay(self, graphs: Mapping[str, Any], reset: Any, task: TimeTask, note: Note) -> dict[str, Timing]:
+    def _replay(self, graphs: Mapping[str, Any], reset: Any, copies: int, task: TimeTask, note: Note) -> dict[str, Timing]:
         if not graphs:
             return {}
 
@@ -353,7 +422,7 @@ class CudaTimer:
 
         first = {name: replay(name) for name in graphs}  # also uploads the graphs and wakes the clocks
         fastest = min(first.values())
-        replays = {name: EFFORT[task.stage].replays(us, fastest) for name, us in first.items()}
+        replays = {name: task.effort.replays(us, fastest) for name, us in first.items()}
         samples: dict[str, list[float]] = {name: [] for name in graphs}
         overhead: list[float] = []
         order = list(shuffled_rounds(replays, task.seed))
@@ -362,8 +431,8 @@ class CudaTimer:
             overhead.append(_elapsed_us(reset) if reset else 0.0)
             samples[name].append(replay(name))
             if number == len(order) // 2:
-                conditions = self.watch.read()
-        return {name: _timing(values, overhead, task.cell.copies, conditions) for name, values in samples.items()}
+                conditions = self.watch.read(task.ours)
+        return {name: _timing(values, overhead, copies, conditions) for name, values in samples.items()}
 
 
 def _timing(samples: list[float], overhead: list[float], copies: int, conditions: Mapping[str, Any]) -> Timing:
@@ -393,43 +462,74 @@ def _end_quietly(graph: Any) -> None:
 
 @dataclass
 class GpuBench:
-    """Screens on all cores at once, which also fills the compile cache, and times in one process while nothing else runs."""
+    """Screens on all cores at once, which also fills the compile cache, and times in one process while nothing else runs.
+
+    All processes are kept until `close`: starting one costs seconds. While others screen, the timing process holds no pool.
+
+    registry: as in `TimeTask`.
+    """
 
     gpu: int
     uuid: str
-    reference: str
     seed: int = 0
     timeout: float = 180.0
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    _timing: Workers | None = None
+    registry: str = ""
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.uuid)
+        self._ours: frozenset[int] | None = None
+        self._screening: Workers | None = None
+        self._timing: Workers | None = None
 
     def screen(self, trials: Sequence[Trial]) -> Screened:
-        self.close()  # the pool that the timing process holds makes room
-        workers = Workers(screen_on_gpu, min(self.cores, len(trials)), self.timeout, context_is_usable)
-        try:
-            for task, value in workers.map(ScreenTask(trial, self.reference, self.gpu) for trial in trials):
+        if self._timing is not None:
+            self._start_timing()
+        if self._screening is None:
+            self._screening = Workers(screen_on_gpu, self.cores, self.timeout, leaves_room, lambda task: task.key)
+        self._ours = None
+        with closing(self._screening.map(ScreenTask(trial, self.gpu, self.registry) for trial in trials)) as ended:
+            for task, value in ended:
                 yield task.trial, Failure("launch", value.reason) if isinstance(value, Crash) else value
-        finally:
-            workers.close()
 
-    def time(self, cell: Cell, candidates: Sequence[Candidate], stage: str) -> dict[str, Outcome]:
+    def time(self, cell: Cell, candidates: Sequence[Candidate], stage: str, effort: Effort) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
         while left := [c for c in candidates if c.id not in outcomes]:
-            if self._timing is None:
-                self._timing = Workers(time_on_gpu, 1, self.timeout, context_is_usable)
+            timing = self._timing or self._start_timing()
+            if self._ours is None:
+                self._ours = self._watch.ours()
             seed = int.from_bytes(hashlib.sha256(f"{self.seed} {cell.where} {stage}".encode()).digest()[:4])
-            value = self._timing.run(TimeTask(cell, tuple(left), stage, seed, self.gpu, self.uuid))
+            value = timing.run(TimeTask(self.gpu, self.uuid, self.registry, cell, tuple(left), effort, seed, self._ours))
             if not isinstance(value, Crash):
                 return {**outcomes, **value}
-            if not value.note:
+            if value.note:
+                outcomes[value.note] = Failure("timing", value.reason)
+            elif not self._made_room(value):
                 raise CellError(f"{cell.op} {format_facts([*cell.row.items(), *cell.where.items()])}: {value.reason}")
-            outcomes[value.note] = Failure("timing", value.reason)
+            self._start_timing()  # the process may be another one
         return outcomes
 
+    def _start_timing(self) -> Workers:
+        """The timing process, started if need be, without a pool."""
+        if self._timing is None:
+            self._timing = Workers(time_on_gpu, 1, self.timeout, context_is_usable)
+        self._timing.run(TimeTask(self.gpu, self.uuid, self.registry))
+        self._ours = None
+        return self._timing
+
+    def _made_room(self, crash: Crash) -> bool:
+        """Where memory was short: end the screening processes, if there are any."""
+        if self._screening is None or "OutOfMemory" not in crash.reason:
+            return False
+        self._screening.close()
+        self._screening = None
+        return True
+
     def close(self) -> None:
-        if self._timing is not None:
-            self._timing.close()
-            self._timing = None
+        for workers in (self._screening, self._timing):
+            if workers is not None:
+                workers.close()
+        self._screening = self._timing = None
 
 
 # --- without a GPU
@@ -439,18 +539,24 @@ class GpuBench:
 class FakeBench:
     """Times invented from a seed, the cell and the candidate: the same ones whatever was measured before.
 
-    pause: seconds that a measurement takes. failures: candidates that fail, by id.
+    pause: seconds that a measurement takes. failures: candidates that fail, by id. family: candidates with an equal one have
+        equal bits.
     """
 
     seed: int
     pause: float = 0.0
     failures: Mapping[str, Failure] = field(default_factory=dict)
+    family: Callable[[Candidate], object] = field(default=lambda candidate: candidate.use)
 
     def screen(self, trials: Sequence[Trial]) -> Screened:
         for trial in trials:
-            yield trial, self.failures.get(trial.candidate.id)
+            yield trial, self.failures.get(trial.candidate.id) or self._bits(trial)
 
-    def time(self, cell: Cell, candidates: Sequence[Candidate], stage: str) -> dict[str, Outcome]:
+    def _bits(self, trial: Trial) -> str | None:
+        what = repr((self.family(trial.candidate), sorted(trial.facts.items())))
+        return None if trial.compile_only else hashlib.sha256(what.encode()).hexdigest()[:16]
+
+    def time(self, cell: Cell, candidates: Sequence[Candidate], stage: str, effort: Effort) -> dict[str, Outcome]:
         time.sleep(self.pause)
         return {candidate.id: self._invented(cell, candidate, stage) for candidate in candidates}
 

@@ -1,4 +1,5 @@
-"""The order of a tuning run: screen and time every candidate at the anchors, then the leaders of each row in all its cells.
+"""The order of a tuning run: screen and time every candidate at the anchors, then the leaders of each row in all its cells, then
+once more what decides closely or was disturbed.
 
 What the journal holds of the same run is not done again, so a killed run goes on where it was. Between measurements the run
 can stop; the cells are ordered so that what is there then covers the grid evenly.
@@ -6,22 +7,30 @@ can stop; the cells are ordered so that what is there then covers the grid evenl
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from kernreg.contract import Kernel
 from kernreg.device import Device
-from kernreg.policy_file import Use
+from kernreg.policy_file import Row
 from kernreg.registry import Registry
-from kernreg.tuning.build import leaders, matches
 from kernreg.tuning.cells import Cell, Grid
-from kernreg.tuning.journal import Journal, Result, canonical
-from kernreg.tuning.measure import Bench, Candidate, CellError, Outcome, Timing, Trial
+from kernreg.tuning.choose import KEPT_VARIANTS, Evidence, leaders, matches, of_row
+from kernreg.tuning.journal import TIMED, Journal, Result, canonical
+from kernreg.tuning.measure import EFFORT, Bench, Candidate, CellError, Effort, Outcome, Timing, Trial
 from kernreg.tuning.screen import Failure
+
+# How a budget is shared among the stages that are still to come, by timings; a timing of "full" is worth so many of "quick".
+WORTH: Mapping[str, float] = {"quick": 1.0, "full": 3.0, "again": 4.0}
+
+Place: TypeAlias = "tuple[str, str]"  # a row and a cell of it, as the journal spells them
 
 
 class Show(Protocol):
@@ -39,12 +48,12 @@ def now() -> str:
 
 
 def reference_of(registry: Registry, grid: Grid) -> Kernel:
-    """The kernel that candidates are held against: the one that runs on any CPU.
+    """The kernel that candidates are held against: one that runs on any CPU, by preference one that is called reference.
 
     Raises:
         LookupError: there is none.
     """
-    for kernel in registry.kernels(grid.op.name):
+    for kernel in sorted(registry.kernels(grid.op.name), key=lambda kernel: not kernel.name.endswith(".reference")):
         if kernel.why_not(grid.cells[0].facts, Device.cpu(), kernel.default) is None and not registry.missing(kernel):
             return kernel
     raise LookupError(f"{grid.op.name} has no kernel that runs on a CPU, to hold the others against")
@@ -54,8 +63,13 @@ def reference_of(registry: Registry, grid: Grid) -> Kernel:
 class Tuner:
     """One tuning run of one op on one device.
 
-    run: its name: when it began. keep: by row key, what the present policy takes; it is timed everywhere too.
+    run: its name: when it began. keep: by row key, the row of the present policy; what it takes is timed everywhere too.
     stop: asked between measurements.
+    budget: seconds to spend; timings are cut short to keep it, and what is left out at last is the timing again.
+
+    Attributes:
+        skipped: cells that could not be timed, and why.
+        spent: seconds of each stage.
     """
 
     registry: Registry
@@ -66,32 +80,49 @@ class Tuner:
     run: str
     software: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
-    keep: Mapping[str, Use] = field(default_factory=dict)
+    keep: Mapping[str, Row] = field(default_factory=dict)
     stop: Callable[[], bool] = lambda: False
     show: Show = silent
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         self.reference = reference_of(self.registry, self.grid)
         offered = [k for k in self.registry.kernels(self.grid.op.name) if k.name != self.reference.name]
         self.kernels = [kernel for kernel in offered if not self.registry.missing(kernel)]
         self.digests = {kernel.name: self.registry.source_digest(kernel)[:16] for kernel in self.kernels}
-        self._known: dict[tuple[str, str, str], str] = {}
-        self._failed: set[tuple[str, str]] = set()
-        self._screened: set[tuple[str, str]] = set()
-        self._mine: list[Result] = []
         self.skipped: list[str] = []
+        self.spent: dict[str, float] = {}
+        self._known: dict[tuple[str, str, str], int] = {}
+        self._failed: set[tuple[str, str]] = set()
+        self._fingerprinted: set[tuple[str, str]] = set()
+        self._screened: set[tuple[str, str]] = set()
+        self._mine: dict[str, list[Result]] = defaultdict(list)
+        self._began = time.monotonic()
         for result in self.journal.results:
             self._note(result)
 
     def tune(self) -> bool:
         """True when all is measured, False when it was stopped before."""
-        try:
-            anchors = [cell for cell in self.grid.cells if cell.anchor]
-            if not self._stage("quick", anchors, self.candidates):
-                return False
-            return self._stage("full", self.grid.cells, self._leading())
-        finally:
-            self.bench.close()
+        self._began = time.monotonic()
+        anchors = [cell for cell in self.grid.cells if cell.anchor]
+        if not self._stage("quick", anchors, self.candidates):
+            return False
+        if not self._stage("full", self.grid.cells, self._leading()):
+            return False
+        again, cells = self._again(), {_place(cell): cell for cell in self.grid.cells}
+        close = [cells[place] for place in again if place in cells]
+        return self._stage("again", close, lambda cell: [c for c in self.candidates(cell) if c.id in again[_place(cell)]])
+
+    @property
+    def disturbed(self) -> int:
+        """How many of the run's timings in full were throttled or had company, and have no undisturbed one beside them."""
+        clean: dict[tuple[str, str, str], bool] = {}
+        for result in (r for part in self._mine.values() for r in part if r.stage in ("full", "again")):
+            place = (result.row_key, result.cell_key, result.variant)
+            clean[place] = clean.get(place, False) or not result.disturbed
+        return sum(not found for found in clean.values())
+
+    # --- who is timed where
 
     def candidates(self, cell: Cell) -> list[Candidate]:
         """Every variant that says it can serve the cell's key here, in a fixed order."""
@@ -105,43 +136,125 @@ class Tuner:
 
     def _leading(self) -> Callable[[Cell], list[Candidate]]:
         """The candidates that go on: leaders by the quick timings of their row, and what the policy takes now."""
-        rows = {canonical(cell.row) for cell in self.grid.cells}
-        leading = {row: leaders(r for r in self._mine if r.row_key == row and r.stage != "full") for row in rows}
+        leading = {row: set(leaders(self._first(row))) for row in {canonical(cell.row) for cell in self.grid.cells}}
 
         def goes_on(candidate: Candidate, row: str) -> bool:
-            held = self.keep.get(row)
-            return candidate.id in leading[row] or (held is not None and matches(held, candidate.use, dict(candidate.config)))
+            entries = self.keep[row].entries if row in self.keep else ()
+            held = any(matches(entry.use, candidate.use, dict(candidate.config)) for entry in entries)
+            return held or candidate.id in leading[row]
 
         return lambda cell: [c for c in self.candidates(cell) if goes_on(c, canonical(cell.row))]
+
+    def _first(self, row: str) -> list[Result]:
+        """What a row's first stage found. What failed later is no part of it, so that a run that goes on has the same leaders."""
+        anchors = [cell for cell in self.grid.cells if cell.anchor and canonical(cell.row) == row]
+        keys, cells = {_key(cell) for cell in anchors}, {canonical(cell.where) for cell in anchors}
+        timed = {(r.variant, r.cell_key) for r in self._mine[row] if r.stage == "quick"}
+
+        def early(result: Result) -> bool:
+            if result.stage != "failed":
+                return result.stage in ("quick", "bits")
+            screened = not result.batch and result.key in keys
+            return screened or (result.cell_key in cells and (result.variant, result.cell_key) not in timed)
+
+        return [result for result in self._mine[row] if early(result)]
+
+    def _again(self) -> dict[Place, set[str]]:
+        """The variants to time once more, by cell: where a choice is close, the closest first, then where something disturbed."""
+        close: list[tuple[float, Place, frozenset[str]]] = []
+        disturbed: list[tuple[Place, str]] = []
+        for row, results in self._mine.items():
+            evidence = Evidence()
+            evidence.add([result for result in results if result.stage != "again"])
+            found = evidence.table().close(of_row(self.keep.get(row)))
+            close += [(one.gap, (row, one.cell), one.variants) for one in found]
+            disturbed += [((row, r.cell_key), r.variant) for r in results if r.stage == "full" and r.disturbed]
+        again: dict[Place, set[str]] = {}
+        for _, place, variants in sorted(close, key=lambda found: found[:2]):
+            again.setdefault(place, set()).update(variants)
+        for place, variant in disturbed:
+            again.setdefault(place, set()).add(variant)
+        return again
+
+    # --- one stage
 
     def _stage(self, stage: str, cells: Sequence[Cell], pick: Callable[[Cell], list[Candidate]]) -> bool:
         wanted = [(cell, self._open(stage, cell, pick(cell))) for cell in cells]
         wanted = [(cell, candidates) for cell, candidates in wanted if candidates]
-        if not self._screen(stage, wanted):
-            return False
+        with self._spending(f"{stage} screening"):
+            if not self._screen(stage, wanted):
+                return False
+        with self._spending(f"{stage} timing"):
+            return self._time_all(stage, wanted)
+
+    @contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[what] = self.spent.get(what, 0.0) + time.monotonic() - began
+
+    def _time_all(self, stage: str, wanted: Sequence[tuple[Cell, Sequence[Candidate]]]) -> bool:
+        timings = sum(len(candidates) for _, candidates in wanted)
         for number, (cell, candidates) in enumerate(wanted):
             if self.stop():
                 return False
             self.show(f"{stage} timing", number, len(wanted))
+            effort = self._effort(stage, timings)
+            if effort is None:
+                return True
             if left := self._open(stage, cell, candidates):  # without those that failed since
-                self._time(cell, stage, left)
+                self._time(cell, stage, left, effort)
+            timings -= len(candidates)
         if wanted:
             self.show(f"{stage} timing", len(wanted), len(wanted))
         return True
 
+    def _effort(self, stage: str, timings: int) -> Effort | None:
+        """What a timing may cost when so many are left in this stage; None when the rest must be left out."""
+        if self.budget is None:
+            return EFFORT[stage]
+        left = self._began + self.budget - time.monotonic()
+        if stage == "again" and left <= 0:
+            return None
+        weight = sum(count * WORTH[name] for name, count in {**self._ahead(stage), stage: timings}.items())
+        return EFFORT[stage].within(max(left, 0.0) * WORTH[stage] / weight)
+
+    def _ahead(self, stage: str) -> dict[str, float]:
+        """About how many timings the later stages have."""
+        full, again = self._full_timings, self._full_timings / 4
+        return {"quick": {"full": full, "again": again}, "full": {"again": again}, "again": {}}[stage]
+
+    @cached_property
+    def _full_timings(self) -> int:
+        return sum(min(KEPT_VARIANTS, len(self.candidates(cell))) for cell in self.grid.cells)
+
+    @cached_property
+    def weight(self) -> float:
+        """How much there is to do, for sharing time among ops: about how many timings, each with its worth."""
+        quick = sum(len(self.candidates(cell)) for cell in self.grid.cells if cell.anchor)
+        return sum(count * WORTH[stage] for stage, count in {"quick": float(quick), **self._ahead("quick")}.items())
+
     def _screen(self, stage: str, wanted: Sequence[tuple[Cell, Sequence[Candidate]]]) -> bool:
-        """Screen what was not screened by this process: it also fills the compile cache, which may be empty after a break."""
-        pairs = {(c.id, canonical(cell.facts)): (c, cell) for cell, candidates in wanted for c in candidates}
-        trials = [Trial(c, cell.facts) for pair, (c, cell) in pairs.items() if pair not in self._screened]
+        """Screen what the journal does not know; the rest is only compiled, for the compile cache may be empty after a break."""
+        pairs = {(c.id, _key(cell)): (c, cell) for cell, candidates in wanted for c in candidates}
+        cells = {(c.id, canonical(cell.facts)): cell for c, cell in pairs.values()}
+        trials = [
+            Trial(candidate, cell.facts, self.reference.name, compile_only=pair in self._fingerprinted)
+            for pair, (candidate, cell) in pairs.items()
+            if pair not in self._screened
+        ]
         if not trials:
             return True
         with closing(self.bench.screen(trials)) as ended:
-            for number, (trial, failure) in enumerate(ended, 1):
-                pair = (trial.candidate.id, canonical(trial.facts))
-                self._screened.add(pair)
-                if failure is not None:
-                    cell = pairs[pair][1]
-                    self._append([self._result(cell, trial.candidate, "failed", batch=0, load={}, **_failed(failure))])
+            for number, (trial, found) in enumerate(ended, 1):
+                cell = cells[trial.candidate.id, canonical(trial.facts)]
+                self._screened.add((trial.candidate.id, _key(cell)))
+                if isinstance(found, Failure):
+                    self._append([self._result(cell, trial.candidate, "failed", batch=0, load={}, work=0, **_failed(found))])
+                elif found:
+                    self._append([self._result(cell, trial.candidate, "bits", batch=0, load={}, work=0, bits=found)])
                 self.show(f"{stage} screening", number, len(trials))
                 if self.stop():
                     return False
@@ -149,13 +262,12 @@ class Tuner:
 
     def _open(self, stage: str, cell: Cell, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those still to be timed here: not out of the row, and not timed in this run."""
-        row, where = canonical(cell.row), canonical(cell.where)
-        done = ("full",) if stage == "full" else ("quick", "full")
-        return [c for c in candidates if (row, c.id) not in self._failed and self._known.get((row, where, c.id), "") not in done]
+        (row, where), rank = _place(cell), TIMED.index(stage)
+        return [c for c in candidates if (row, c.id) not in self._failed and self._known.get((row, where, c.id), -1) < rank]
 
-    def _time(self, cell: Cell, stage: str, candidates: Sequence[Candidate]) -> None:
+    def _time(self, cell: Cell, stage: str, candidates: Sequence[Candidate], effort: Effort) -> None:
         try:
-            outcomes = self.bench.time(cell, candidates, stage)
+            outcomes = self.bench.time(cell, candidates, stage, effort)
         except CellError as error:
             self.skipped.append(str(error))
             return
@@ -165,6 +277,8 @@ class Tuner:
         if isinstance(outcome, Timing):
             return self._result(cell, candidate, stage, **_timed(outcome))
         return self._result(cell, candidate, "failed", **_failed(outcome))
+
+    # --- the journal
 
     def _append(self, results: Sequence[Result]) -> None:
         self.journal.append(results)
@@ -177,13 +291,14 @@ class Tuner:
             return
         if result.digest != self.digests.get(result.use):
             return
-        self._mine.append(result)
+        self._mine[result.row_key].append(result)
         if result.stage == "failed":
             self._failed.add((result.row_key, result.variant))
-            return
-        place = (result.row_key, result.cell_key, result.variant)
-        if self._known.get(place) != "full":
-            self._known[place] = result.stage
+        elif result.stage == "bits":
+            self._fingerprinted.add((result.variant, result.key))
+        else:
+            place = (result.row_key, result.cell_key, result.variant)
+            self._known[place] = max(self._known.get(place, -1), TIMED.index(result.stage))
 
     def _result(self, cell: Cell, candidate: Candidate, stage: str, **more: Any) -> Result:
         fields: dict[str, Any] = {
@@ -210,6 +325,15 @@ class Tuner:
             "date": now(),
         }
         return Result(**{**fields, **more})
+
+
+def _place(cell: Cell) -> Place:
+    return canonical(cell.row), canonical(cell.where)
+
+
+def _key(cell: Cell) -> str:
+    """The static key, as the journal names it."""
+    return canonical({**cell.row, **cell.shown})
 
 
 def _timed(timing: Timing) -> dict[str, Any]:

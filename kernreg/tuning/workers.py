@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
@@ -23,6 +22,10 @@ class Crash:
 
 def always_healthy() -> bool:
     return True
+
+
+def _of_one_kind(task: Any) -> Hashable:
+    return None
 
 
 def _serve(pipe: Connection, target: Callable[[Any, Note], Any], healthy: Callable[[], bool]) -> None:
@@ -45,6 +48,30 @@ def _serve(pipe: Connection, target: Callable[[Any, Note], Any], healthy: Callab
         return  # the parent is gone or wants no more
 
 
+class _Waiting:
+    """Tasks in their order, but for that of their kinds."""
+
+    def __init__(self, tasks: Iterable[Any], kind: Callable[[Any], Hashable]) -> None:
+        self._kinds: dict[Hashable, list[Any]] = {}
+        for task in tasks:
+            self._kinds.setdefault(kind(task), []).append(task)
+        for part in self._kinds.values():
+            part.reverse()
+        self._taken: dict[Hashable, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._kinds)
+
+    def take(self, preferred: Hashable) -> tuple[Any, Hashable]:
+        """The next task of the preferred kind; without one, of the first kind that the fewest processes were given."""
+        kind = preferred if preferred in self._kinds else min(self._kinds, key=lambda kind: self._taken.get(kind, 0))
+        self._taken[kind] = self._taken.get(kind, 0) + (kind != preferred)
+        task = self._kinds[kind].pop()
+        if not self._kinds[kind]:
+            del self._kinds[kind]
+        return task, kind
+
+
 class _Worker:
     """One process and the task it has."""
 
@@ -56,11 +83,12 @@ class _Worker:
         theirs.close()
         self.timeout = timeout
         self.task: Any = None
+        self.kind: Hashable = None
         self.note = ""
         self.deadline = float("inf")
 
-    def give(self, task: Any) -> None:
-        self.task, self.note, self.deadline = task, "", time.monotonic() + self.timeout
+    def give(self, task: Any, kind: Hashable) -> None:
+        self.task, self.kind, self.note, self.deadline = task, kind, "", time.monotonic() + self.timeout
         self.pipe.send(task)
 
     def answer(self) -> tuple[Any, bool] | None:
@@ -91,6 +119,7 @@ class Workers:
 
     healthy: asked in the process after each task; where it says no, the process is replaced.
     timeout: seconds that a task may take, the first task's imports included.
+    kind: of a task. A process prefers tasks of the kind that it had last, so it can keep what they share.
     """
 
     def __init__(
@@ -99,18 +128,19 @@ class Workers:
         count: int,
         timeout: float,
         healthy: Callable[[], bool] = always_healthy,
+        kind: Callable[[Any], Hashable] = _of_one_kind,
     ) -> None:
-        self.target, self.count, self.timeout, self.healthy = target, count, timeout, healthy
+        self.target, self.count, self.timeout, self.healthy, self.kind = target, count, timeout, healthy, kind
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
 
-    def map(self, tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    def map(self, tasks: Iterable[Any]) -> Generator[tuple[Any, Any], None, None]:
         """Each task with its value or `Crash`, as they end. Leaving the loop early kills what still runs."""
-        waiting = deque(tasks)
+        waiting = _Waiting(tasks, self.kind)
         try:
             while waiting or self._busy:
                 while waiting and len(self._busy) < self.count:
-                    self._start(waiting.popleft())
+                    self._start(waiting)
                 yield from self._ended()
         finally:
             for worker in self._busy:
@@ -121,11 +151,11 @@ class Workers:
         """One task's value or `Crash`."""
         return next(iter(self.map([task])))[1]
 
-    def _start(self, task: Any) -> None:
+    def _start(self, waiting: _Waiting) -> None:
         self._idle = [worker for worker in self._idle if worker.process.is_alive()]
         worker = self._idle.pop() if self._idle else _Worker(self.target, self.healthy, self.timeout)
         self._busy.append(worker)
-        worker.give(task)
+        worker.give(*waiting.take(worker.kind))
 
     def _ended(self) -> Iterator[tuple[Any, Any]]:
         rest = min(worker.deadline for worker in self._busy) - time.monotonic()
