@@ -6,9 +6,11 @@ import copy
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -23,6 +25,7 @@ from kernreg.contract import ContractError, Fact, FactValue, Op, RegistrationErr
 from kernreg.describe import Data, decision_data, op_data, policy_data
 from kernreg.device import Device
 from kernreg.dispatch import WarmupError
+from kernreg.evidence import installed_triton
 from kernreg.policy import Policy, PolicyError
 from kernreg.registry import Registry
 
@@ -90,7 +93,8 @@ def explain(
     """Say which kernel serves a call, and why.
 
     Shows the row of the policy that decides, its measured numbers, and each other kernel with the reason against it.
-    Needs neither a GPU nor torch: the choice is a function of the policy, the key, the batch and the device.
+    Needs neither a GPU nor torch: the choice is a function of the policy, the key, the batch and the device. Where the batch may
+    choose only once warm-up has measured the variants, it says so and shows what serves until then.
     """
     with _failures(as_json):
         known = registry.default()
@@ -103,8 +107,9 @@ def explain(
         device = find_device(name, loaded)
         if device.source == "declared":
             known = _as_elsewhere(known)
-        decision = policy.choose(loaded, known, device, contract, key, batch, _overrides())
-        _print(decision_data(decision, device), as_json, render.decision)
+        binding = dispatch.Binding(contract, key, device, loaded, known, _overrides())
+        evidence = binding.evidence(None if device.source == "declared" else installed_triton())
+        _print(decision_data(binding.serves(batch, evidence), device), as_json, render.decision)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -114,24 +119,46 @@ def check(
 ) -> None:
     """Check a policy file.
 
-    Its form, the kernels and facts it names, rows that can never match. Warnings alone leave the exit code at 0.
+    Its form, the kernels and facts it names, rows that can never match, batch rules across numerics classes; and rows whose
+    kernels changed since they were measured, which are a problem unless the row says 'stale: true'. Warnings and notes alone
+    leave the exit code at 0.
     """
     with _failures(as_json):
         data = policy_data(_path(file), registry.default())
         _print(data, as_json, render.problems)
-        if data["errors"]:
+        if data["errors"] or not all(stale["said"] for stale in data["stale"]):
             raise typer.Exit(1)
 
 
 @app.command(epilog=EXIT_CODES)
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="OP", help="With --numerics: only these ops.")] = None,
+    numerics: Annotated[bool, typer.Option("--numerics", help="Recompute what the policy records of bits, on this GPU.")] = False,
+    policy_file: PolicyFile = None,
+    as_json: AsJson = False,
+) -> None:
     """Say what serves on this machine, and what is missing.
 
     Shows the software, the GPUs, and for each op the kernel that serves a typical call here. Exit code 1 if something
     is broken: the policy, a backend, or an op that nothing can serve.
-    """
-    from kernreg.doctor import examine
 
+    With --numerics it measures instead, for at most a minute: are the variants that the policy takes on this GPU still of the
+    classes that it records? Exit code 1 if one has moved.
+    """
+    from kernreg.doctor import draw_numerics, examine
+    from kernreg.doctor import numerics as recomputed
+
+    if numerics:
+        with _failures(as_json):
+            names = [_known("op", op, registry.default().ops) for op in ops or ()]
+            data = recomputed(names, policy_file)
+        _print(data, as_json, draw_numerics)
+        if data["moved"]:
+            raise typer.Exit(1)
+        return
+    with _failures(as_json):
+        if ops or policy_file:
+            raise UsageError("an op or --policy goes with --numerics")
     data = examine()
     _print(data, as_json, render.doctor)
     if data["problems"]:
@@ -163,6 +190,49 @@ def demo(
         _print(report.as_dict(), as_json, lambda data: render.show(*report.renderables()))
         if not report.ok:
             raise typer.Exit(1)
+
+
+@app.command(epilog=EXIT_CODES)
+def report(
+    journals: Annotated[
+        list[Path] | None,
+        typer.Option("--journal", help="A file of measurements; may be repeated. Those of this checkout if left out."),
+    ] = None,
+    policy_file: PolicyFile = None,
+    output: Annotated[Path, typer.Option("--output", help="The page to write.")] = Path("report.html"),
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page of what was measured, what the policy takes of it, and what that costs.
+
+    For each key the times over the batch of every variant, the limit, the crossovers, the chosen variants and their class.
+    Needs neither a GPU nor torch.
+    """
+    from kernreg.report.collect import collect
+    from kernreg.report.page import MissingExtra, page
+    from kernreg.tuning.build import write
+    from kernreg.tuning.journal import JournalError, read
+
+    with _failures(as_json):
+        known = _as_elsewhere(registry.default())
+        paths = [_path(path) for path in journals or _measurements()]
+        try:
+            results = read(*paths)
+            if not results:
+                raise JournalError(f"{', '.join(map(str, paths))}: no results yet ('python tools/tune.py measure' makes them)")
+            found = collect(results, policy.load(_path(policy_file), known), known, list(map(str, paths)))
+            write(output, page(found, shlex.join(["kernreg", *sys.argv[1:]]), datetime.now(UTC)))
+        except (JournalError, MissingExtra) as error:
+            _fail(str(error), as_json, code=1)
+        _print({"file": str(output), "bytes": output.stat().st_size, **found.as_dict()}, as_json, render.report)
+
+
+def _measurements() -> list[Path]:
+    """The journals of a checkout."""
+    folder = dispatch.shipped_policy().parent / "tools" / "measurements"
+    found = sorted(folder.glob("*.jsonl"))
+    if not found:
+        raise UsageError(f"no journal is given (--journal), and there is none in {folder}")
+    return found
 
 
 def _path(file: Path | None) -> Path:

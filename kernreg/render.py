@@ -98,6 +98,9 @@ def _choice(data: Data) -> Iterable[tuple[str, object]]:
     if data["regret"] is not None:
         yield "regret", f"at worst {_percent(data['regret'] - 1)} slower than the best variant of a measured batch"
     yield "numerics class", data["class"]
+    yield "not by batch", data["collapsed"]
+    yield "bits here", None if data["collapsed"] else ", ".join(f"{v} {bits}" for v, bits in data["bits"].items()) or None
+    yield "stale", "; ".join(data["stale"]) or None
     yield "fallback", data["fallback"]
     for number, text in enumerate(data["extrapolated"]):
         yield "" if number else "not measured", text
@@ -139,7 +142,8 @@ def problems(data: Data) -> None:
     for problem in data["problems"]:
         print(problem["text"])
     found = f"{data['errors']} errors" if data["errors"] else f"ok, {data['rows']} rows"
-    print(f"{data['file']}: {found}, {data['warnings']} warnings")
+    stale = len({one["line"] for one in data["stale"]})
+    print(f"{data['file']}: {found}, {data['warnings']} warnings" + (f", {stale} stale" if stale else ""))
 
 
 def doctor(data: Data) -> None:
@@ -152,6 +156,14 @@ def doctor(data: Data) -> None:
         if lines:
             show("", Text(title, style="bold"), *(f"- {line}" for line in lines))
     show("", "Something is broken." if data["problems"] else "All is well.")
+
+
+def report(data: Data) -> None:
+    drawn = table("op", "device", "keys", "cells", "regret: median", "worst")
+    for place in data["places"]:
+        regrets = ("-" if place[name] is None else _percent(place[name] - 1) for name in ("median", "worst"))
+        drawn.add_row(place["op"], place["device"], str(place["keys"]), f"{place['compared']} of {place['cells']}", *regrets)
+    show(drawn, "", f"wrote {data['file']} ({data['bytes'] / 1e6:.1f} MB) from {data['results']} results")
 
 
 def _machine(data: Data) -> Iterable[tuple[str, object]]:

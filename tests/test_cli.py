@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ H200 = Device.declared("NVIDIA H200", "sm_90", 132)
 POLICY = """\
 schema: 1
 devices:
-  nvidia-h200: {name: "NVIDIA H200", arch: "sm_90", sms: 132, measured: {date: "2026-11-30"}}
+  nvidia-h200: {name: "NVIDIA H200", arch: "sm_90", sms: 132, measured: {triton: "3.6.0"}, kernels: {gdn_ring_commit: SOURCES}}
 ops:
   gdn_ring_commit:
     - when: {device: nvidia-h200, ring: 16}
@@ -30,6 +31,7 @@ ops:
       batch:
         - {upto: 2, use: fast.small, config: {BV: 16}, us: 10.0, next: 12.5, runner_up: fast.big, at: {batch: 1}}
         - {upto: rest, use: fast.big}
+      classes: {k7f3a91c2: [fast.big, "fast.small[BV=16]"]}
     - otherwise: {use: torch.reference}
   gdn_ring_advance:
     - otherwise: {use: torch.reference}
@@ -39,7 +41,8 @@ pins:
     use: fast.advance
     reason: "a person said so"
     by: "someone"
-"""
+""".replace("SOURCES", '{fast.small: "1111111111111111", fast.big: "2222222222222222"}')
+DIGESTS = {"fast.small": "1" * 64, "fast.big": "2" * 64}
 ROW_LINE = 6
 
 
@@ -84,6 +87,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Registry:
     made.add(FAST)
     made.add(TORCH)
     monkeypatch.setattr(registry, "default", lambda: made)
+    monkeypatch.setattr(made, "source_digest", lambda kernel: DIGESTS[kernel.name])
     return made
 
 
@@ -202,6 +206,9 @@ class TestExplain:
             "section": "nvidia-h200",
             "level": "exact product",
             "class": "k7f3a91c2",
+            "collapsed": None,
+            "bits": {},
+            "stale": [],
             "us": 10.0,
             "runner_up": "fast.big",
             "next": 12.5,
@@ -240,6 +247,24 @@ class TestExplain:
         assert said["extrapolated"] == ["batches above 64"]
         assert "batches of 3 and more" in run(*self.ON_H200, "batch=100").out
 
+    def test_a_key_that_no_class_was_measured_for_shows_what_serves_until_warmup(self, run: Run) -> None:
+        words = (*self.ON_H200[:3], "heads=12/4", "device=nvidia-h200", "batch=2")
+        said = run(*words, "--json").json
+        assert (said["kernel"], said["batch"], said["batches"], said["us"]) == ("fast.big", 2, [1, None], None)
+        why = "that its variants give equal bits was not measured here: heads=12/4 (measured: 48/16)"
+        assert (said["collapsed"], said["bits"]) == (why, {})
+        kernels = {kernel["kernel"]: kernel["why"] for kernel in said["kernels"]}
+        assert kernels["fast.small"].endswith("names it for batch 1-2, but the batch may not choose")
+        text = " ".join(run(*words).out.split())
+        assert f"not by batch {why}" in text and "serves every batch" in text
+
+    def test_the_installed_triton_counts_for_this_machine_only(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cli, "installed_triton", lambda: "9.9.9")
+        monkeypatch.setattr(device, "current", lambda index=0: dataclasses.replace(H200, source="nvml"))
+        assert run(*self.ON_H200, "--json").json["kernel"] == "fast.small"
+        here = run(*self.ON_H200[:-1], "--json").json
+        assert here["kernel"] == "fast.big" and here["collapsed"].endswith("Triton 9.9.9 (measured: 3.6.0)")
+
     def test_an_empty_batch(self, run: Run) -> None:
         assert run(*self.ON_H200, "batch=0", "--json").json["batch"] == 0
 
@@ -274,8 +299,8 @@ class TestExplain:
 
     def test_another_policy(self, run: Run, tmp_path: Path) -> None:
         other = tmp_path / "other.yaml"
-        other.write_text(POLICY.replace("use: fast.small, config: {BV: 16}", "use: fast.odd"))
-        assert run(*self.ON_H200, "--policy", str(other), "--json").json["kernel"] == "fast.odd"
+        other.write_text(POLICY.replace("BV: 16", "BV: 32").replace("BV=16", "BV=32"))
+        assert run(*self.ON_H200, "--policy", str(other), "--json").json["variant"] == "fast.small[BV=32]"
 
     def test_a_declared_device_does_not_ask_what_is_installed_here(
         self, run: Run, known: Registry, monkeypatch: pytest.MonkeyPatch
@@ -335,7 +360,7 @@ class TestCheck:
     def test_json(self, run: Run) -> None:
         said = run("check", "--json").json
         assert len(said.pop("digest")) == 64
-        assert said == {"file": "dispatch.yaml", "errors": 0, "warnings": 0, "rows": 4, "problems": []}
+        assert said == {"file": "dispatch.yaml", "errors": 0, "warnings": 0, "rows": 4, "problems": [], "stale": []}
 
     def test_a_lint_error(self, run: Run, tmp_path: Path) -> None:
         file = tmp_path / "bad.yaml"
@@ -380,7 +405,7 @@ class TestDoctor:
             "key": {"ring": 16, "heads": "16/16"},
             "batch": 1,
             "variant": "torch.reference",
-            "source": f"{said['policy']['file']}:14 (ops.gdn_ring_commit[1])",
+            "source": f"{said['policy']['file']}:15 (ops.gdn_ring_commit[1])",
             "why": "otherwise, any device",
         }
 
