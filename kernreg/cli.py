@@ -120,8 +120,8 @@ def check(
     """Check a policy file.
 
     Its form, the kernels and facts it names, rows that can never match, batch rules across numerics classes; and rows whose
-    kernels changed since they were measured, which are a problem unless the row says 'stale: true'. Warnings and notes alone
-    leave the exit code at 0.
+    kernels changed since they were measured, which are a problem unless the row says 'stale: true'. Comparisons in the checkout
+    that are older than the kernels are named. Warnings and notes alone leave the exit code at 0.
     """
     with _failures(as_json):
         data = policy_data(_path(file), registry.default())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kernreg import policy
+from kernreg import policy, results
 from kernreg.contract import Kernel, Op
 from kernreg.device import Device
 from kernreg.evidence import Stale, stale_kernels
@@ -95,7 +96,16 @@ def policy_data(path: Path, known: Registry) -> Data:
         loaded = policy.parse(text, path)
     except PolicyError as error:
         problem = {"severity": "error", "line": None, "column": None, "key": None, "text": str(error)}
-        return {"file": str(path), "digest": None, "errors": 1, "warnings": 0, "rows": 0, "problems": [problem], "stale": []}
+        return {
+            "file": str(path),
+            "digest": None,
+            "errors": 1,
+            "warnings": 0,
+            "rows": 0,
+            "problems": [problem],
+            "stale": [],
+            "results": [],
+        }
     found = policy.lint(loaded, known)
     errors = sum(problem.severity == "error" for problem in found)
     found += [] if errors else policy.staleness(loaded, known)  # a file that does not load has worse faults
@@ -107,6 +117,7 @@ def policy_data(path: Path, known: Registry) -> Data:
         "rows": sum(map(len, loaded.ops.values())) + len(loaded.pins),
         "problems": [_problem_data(problem) for problem in found],
         "stale": [] if errors else [_stale_data(stale) for stale in stale_kernels(loaded, known)],
+        "results": [{**asdict(one), "text": str(one)} for file in results.beside(path) for one in results.outdated(file, known)],
     }
 
 

@@ -71,11 +71,12 @@ def _recorded(section: Section, op: str, kernel: str) -> str | None:
 def _stale(registry: Registry, row: Row, section: Section) -> Iterator[Stale]:
     for kernel in row.kernels:
         measured = _recorded(section, row.op, kernel)
-        if measured is not None and (installed := _installed(registry, row.op, kernel)) != measured:
+        if measured is not None and (installed := installed_source(registry, row.op, kernel)) != measured:
             yield Stale(row, section.id, kernel, measured, installed)
 
 
-def _installed(registry: Registry, op: str, name: str) -> str:
+def installed_source(registry: Registry, op: str, name: str) -> str:
+    """Digest of an installed kernel's source, shortened as files record it."""
     known = {kernel.name: kernel for kernel in registry.kernels(op)} if op in registry.ops else {}
     if name not in known:
         return NO_SOURCE

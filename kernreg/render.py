@@ -141,6 +141,8 @@ def problems(data: Data) -> None:
     # one problem a line, however long: editors and grep read these
     for problem in data["problems"]:
         print(problem["text"])
+    for outdated in data["results"]:
+        print(outdated["text"])
     found = f"{data['errors']} errors" if data["errors"] else f"ok, {data['rows']} rows"
     stale = len({one["line"] for one in data["stale"]})
     print(f"{data['file']}: {found}, {data['warnings']} warnings" + (f", {stale} stale" if stale else ""))

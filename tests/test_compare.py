@@ -72,6 +72,11 @@ def test_it_says_what_it_lacks(capsys: pytest.CaptureFixture[str], tmp_path: pat
 
 def test_a_line_reads_as_a_comparison() -> None:
     line = {"op": "gdn_ring_commit", "facts": {"ring": 16}, "batch": 1, "load": {"history": 4}, "us": [9.0, 10.0, 11.0]}
-    line |= {"limit_us": 9.0, "public": "public", "public_us": [14.0, 15.0, 16.0], "kernel": "triton.sequential[BV=64]"}
+    line |= {
+        "limit_us": 9.0,
+        "public": "public",
+        "public_us": [14.0, 15.0, 16.0],
+        "variants": {"gdn_ring_commit": "triton.sequential[BV=64]"},
+    }
     text = "gdn_ring_commit ring=16 batch=1 history=4: 10.00 us, 90% of the limit 9.00, public 15.00 (public), 1.50x; "
     assert compare._row(line) == text + "triton.sequential[BV=64]"

@@ -31,6 +31,7 @@ FLOOR_US = 10.0
 LAYERS_A_STEP = 32
 KEPT_VARIANTS = 8
 WINNERS = 2  # places among the kept for the fastest of single cells
+CONTENDERS, BEHIND = 4, 1.2  # so many teams, and no more behind the best, are thought to have a chance to win
 
 T = TypeVar("T", "Plan", "Standing")
 
@@ -425,13 +426,16 @@ def replay(results: Iterable[Result], incumbent: Incumbent = nobody) -> tuple[Ta
 def leaders(results: Iterable[Result], count: int = KEPT_VARIANTS) -> list[str]:
     """The variants of one row worth timing everywhere, by the timings of its first cells.
 
-    Teams draw in turns, the best first and most often: what each would take, then the next best of each batch. The last places
-    go to the fastest of single cells, which tell what the choice costs.
+    The teams that may win draw in turns: what each would take, then the next best of each batch. The last places go to the
+    fastest of single cells, which tell what the choice costs.
     """
     evidence = Evidence()
     evidence.add(list(results))
     table = evidence.table()
-    drawn = _draw([_queue(table, plan) for plan in table.plans])
+    bound = min((plan.standing.worst for plan in table.plans), default=1.0) * BEHIND
+    ahead = [plan for plan in table.plans if plan.standing.worst <= bound][:CONTENDERS]
+    teams = (ahead, [plan for plan in table.plans if plan not in ahead])
+    drawn = [v for part in teams for v in _turns([_queue(table, plan) for plan in part])]
     winners = [min((r.median, v) for v, r in cell.items() if v in drawn)[1] for _, cell in sorted(table.cells.items()) if drawn]
     return list(dict.fromkeys([*drawn[: count - WINNERS], *winners, *drawn]))[:count]
 
@@ -442,16 +446,9 @@ def _queue(table: Table, plan: Plan) -> list[str]:
     for batch in reversed(table.batches):
         standings = {v: table.alone(batch, v) for v in table.members(plan.team, batch)}
         ranked.append(sorted(standings, key=lambda v: (standings[v].worst, standings[v].mean, standings[v].order)))
-    turns = (v for turn in zip_longest(*ranked) for v in turn if v is not None)
-    return list(dict.fromkeys([*(span.variant for span in plan.spans), *turns]))
+    return list(dict.fromkeys([*(span.variant for span in plan.spans), *_turns(ranked)]))
 
 
-def _draw(queues: Sequence[Sequence[str]]) -> list[str]:
-    """One of the first queue, one of the first two, one of the first three, and so on until all are drawn."""
-    waiting = [list(queue) for queue in queues]
-    drawn: list[str] = []
-    places = 1
-    while any(waiting):
-        drawn += [queue.pop(0) for queue in waiting[:places] if queue]
-        places += 1
-    return drawn
+def _turns(queues: Sequence[Sequence[str]]) -> list[str]:
+    """The first of each, then the second of each, and so on."""
+    return [one for turn in zip_longest(*queues) for one in turn if one is not None]

@@ -1,0 +1,59 @@
+"""Results of comparisons with other kernels (``*.compare.jsonl`` beside the journals): are they older than the kernels?
+
+Each line has the variants that were timed and the digests of their sources, by op. Comments and docstrings are no change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernreg.evidence import installed_source
+from kernreg.registry import Registry
+
+FOLDER = Path("tools", "measurements")  # beside the policy file
+PATTERN = "*.compare.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """A kernel whose installed source is not the measured one; both as 16 digits of their digests. lines: results of it."""
+
+    file: str
+    op: str
+    kernel: str
+    measured: str
+    installed: str
+    lines: int
+
+    def __str__(self) -> str:
+        was = f"{self.lines} results are of {self.kernel} ({self.op}) as {self.measured}, installed is {self.installed}"
+        return f"{self.file}: {was}: run tools/compare.py again"
+
+
+def outdated(path: Path, registry: Registry) -> list[Outdated]:
+    """The kernels of one file that changed since.
+
+    Raises:
+        ValueError: a line that is none of a comparison; the message has file and line.
+    """
+    measured: Counter[tuple[str, str, str]] = Counter()
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            variants = line.get("variants", {})
+            measured.update((op, variants[op].partition("[")[0], digest) for op, digest in line.get("digests", {}).items())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: not a line of a comparison: {type(error).__name__}: {error}") from error
+    found = []
+    for (op, kernel, digest), count in sorted(measured.items()):
+        if (installed := installed_source(registry, op, kernel)) != digest:
+            found.append(Outdated(str(path), op, kernel, digest, installed, count))
+    return found
+
+
+def beside(policy: Path) -> list[Path]:
+    """The results files that belong to a policy file of a checkout; an installed package has none."""
+    return sorted((policy.parent / FOLDER).glob(PATTERN))
