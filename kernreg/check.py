@@ -54,7 +54,7 @@ def check_fact(op: Op, name: str, value: object) -> FactValue:
     kind = fact.source.split()[0]
     if kind == "heads" and isinstance(value, tuple):
         value = "/".join(map(str, value))
-    if kind == "heads" and not (isinstance(value, str) and re.fullmatch(r"[1-9]\d*/[1-9]\d*", value)):
+    if kind == "heads" and not (isinstance(value, str) and re.fullmatch("[1-9][0-9]{0,8}/[1-9][0-9]{0,8}", value)):
         raise ContractError(f"{op.name}: {name} is {value!r}, wanted value heads/key heads, as in 48/16")
     if kind == "dim" and type(value) is int and value < 1:
         raise ContractError(f"{op.name}: {name} is {value}, wanted 1 or more")

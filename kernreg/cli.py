@@ -28,7 +28,9 @@ from kernreg.dispatch import WarmupError
 from kernreg.evidence import installed_triton
 from kernreg.policy import Policy, PolicyError
 from kernreg.registry import Registry
+from kernreg.results import ResultsError
 
+NUMBER = re.compile("[0-9]{1,18}")  # longer ones are no sizes, and Python refuses to read the longest
 EXIT_CODES = "Exit codes: 0 all is well, 1 a problem was found, 2 the command was used wrongly."
 
 app = typer.Typer(
@@ -145,14 +147,14 @@ def doctor(
     With --numerics it measures instead, for at most a minute: are the variants that the policy takes on this GPU still of the
     classes that it records? Exit code 1 if one has moved.
     """
-    from kernreg.doctor import draw_numerics, examine
+    from kernreg.doctor import examine
     from kernreg.doctor import numerics as recomputed
 
     if numerics:
         with _failures(as_json):
             names = [_known("op", op, registry.default().ops) for op in ops or ()]
             data = recomputed(names, policy_file)
-        _print(data, as_json, draw_numerics)
+        _print(data, as_json, render.numerics)
         if data["moved"]:
             raise typer.Exit(1)
         return
@@ -261,7 +263,7 @@ def find_device(name: str, loaded: Policy) -> Device:
         return Device.cpu()
     if name == "current":
         return devices.current()
-    if re.fullmatch("cuda(:[0-9]+)?", name):
+    if re.fullmatch("cuda(:[0-9]{1,9})?", name):
         return _cuda_device(name)
     by_name = {section.name: section.id for section in loaded.devices.values()}
     choices = ("current", "cpu", "cuda:0", *loaded.devices)
@@ -271,7 +273,7 @@ def find_device(name: str, loaded: Policy) -> Device:
 
 def _cuda_device(name: str) -> Device:
     """The visible CUDA device ``cuda`` or ``cuda:N``."""
-    if not re.fullmatch("cuda(:[0-9]+)?", name):
+    if not re.fullmatch("cuda(:[0-9]{1,9})?", name):
         raise UsageError(f"device is {name!r}, wanted cpu, cuda or cuda:N")
     try:
         found = devices.current(int(name.partition(":")[2] or 0))
@@ -298,7 +300,7 @@ def parse_fact(name: str, fact: Fact, text: str) -> FactValue:
     if fact.values:
         return next((value for value in fact.values if str(value) == text), text)
     if kind in ("dim", "arg"):
-        if not text.isdecimal():
+        if not NUMBER.fullmatch(text):
             raise UsageError(f"{name} is {text!r}, wanted a whole number")
         return int(text)
     return text
@@ -324,7 +326,7 @@ def _pairs(words: list[str]) -> dict[str, str]:
 
 
 def _batch(text: str) -> int:
-    if not text.isdecimal():
+    if not NUMBER.fullmatch(text):
         raise UsageError(f"batch is {text!r}, wanted a whole number, 0 or more")
     return int(text)
 
@@ -358,9 +360,11 @@ def _failures(as_json: bool) -> Iterator[None]:
     """Errors that a person can act on become a message and an exit code; anything else is a bug and shows its trace."""
     try:
         yield
+    except BrokenPipeError:  # the reader has seen enough, as 'head' does: nothing to say
+        raise
     except (UsageError, ContractError, OSError) as error:
         _fail(str(error), as_json, code=2)
-    except (PolicyError, RegistrationError, WarmupError) as error:
+    except (PolicyError, RegistrationError, ResultsError, WarmupError) as error:
         _fail(str(error), as_json, code=1)
 
 

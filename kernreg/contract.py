@@ -7,6 +7,7 @@ kernel with one launch config. A *backend* is a package that ships kernels.
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,14 @@ DTYPES: Mapping[str, str] = MappingProxyType(
     }
 )
 INDEX = ("i32", "i64")
+
+
+def _read_only(found: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(found)
+
+
+# Python pickles no read-only mappings, and policies and decisions, which hold them, go from process to process.
+copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
 
 
 class ContractError(ValueError):

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,7 +141,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Binding:
-    """Everything that a choice is a function of, besides the batch."""
+    """Everything that a choice is a function of, besides the batch. What serves depends on its `Evidence` too."""
 
     op: Op
     facts: Mapping[str, FactValue]
@@ -163,8 +164,10 @@ class Binding:
     def serves(self, batch: int, evidence: Evidence) -> Decision:
         """`choose`, but where the evidence does not let the batch choose, one decision for all batches. Pure."""
         decision = self.choose(batch)
-        if evidence.collapsed:
-            return policies.collapse(decision, self.choose(LARGEST_BATCH), evidence)
+        if evidence.collapsed and decision.row is not None:
+            entries = map(self.choose, (entry.low for entry in reversed(decision.row.entries)))
+            last = next((one for one in entries if one.variant.id not in evidence.failed), self.choose(LARGEST_BATCH))
+            return policies.collapse(decision, last, evidence)
         return replace(decision, evidence=evidence)
 
     @property
@@ -195,6 +198,7 @@ class Plan:
         self.ordinal = ordinal
         self.table: dict[int, _Entry] = {}
         self.evidence = binding.evidence(installed_triton())
+        self._preparing = threading.RLock()  # threads that make the first call at once compile and fall back once
         self._entries: list[_Entry] = []
         self._decide()  # an unservable key fails here, not in the first step
         self._failed: tuple[Variant, str] | None = None
@@ -229,9 +233,9 @@ class Plan:
         if self._failed is None:
             return decision
         fallback = self._entries[0].variant
-        failed, error = self._failed
+        failed, why = self._failed
         reasons = dict(decision.considered) | {e.variant.kernel.name: f"dropped with {failed.id}" for e in self._dropped}
-        reasons[failed.kernel.name] = f"{decision.source} names it, but {failed.id} cannot run here: {error}"
+        reasons[failed.kernel.name] = f"{decision.source} names it, but {failed.id} {why}"
         reasons[fallback.kernel.name] = f"chosen: the fallback of {decision.source}"
         return replace(decision, variant=fallback, entry=None, considered=tuple(reasons.items()))
 
@@ -253,7 +257,7 @@ class Plan:
         """Load and compile every variant that some batch can reach, on small made-up inputs. Call it before a capture.
 
         Where the row's class was not measured here (see `Plan.evidence`), its variants are fingerprinted first, on CUDA: if
-        their bits are equal the batch chooses among them again, else one variant goes on serving every batch. That takes some
+        their bits are equal the batch chooses among them again, else one that has bits here serves every batch. That takes some
         seconds and up to a few gigabytes, so call it before the pools fill the memory.
 
         Args:
@@ -263,9 +267,10 @@ class Plan:
             WarmupError: a variant cannot be compiled or run here and its row names no fallback that can.
             NotWarm: there is something to measure and a CUDA graph is being captured.
         """
-        if self.evidence.collapsed and not self.evidence.measured_here and (fingerprint or self.device.platform == "cuda"):
-            self._measure(fingerprint or _default_fingerprint())
-        self._prepare_all()
+        with self._preparing:
+            if self.evidence.collapsed and not self.evidence.measured_here and (fingerprint or self.device.platform == "cuda"):
+                self._measure(fingerprint or _default_fingerprint())
+            self._prepare_all()
         return self
 
     def _prepare_all(self) -> None:
@@ -293,16 +298,22 @@ class Plan:
     @property
     def fell_back(self) -> str | None:
         """Why the row's fallback serves every batch; None where it does not."""
-        return None if self._failed is None else f"{self._failed[0].id}: {self._failed[1]}"
+        return None if self._failed is None else f"{self._failed[0].id} {self._failed[1]}"
+
+    @property
+    def fallback(self) -> Variant | None:
+        """What the row takes where its variants cannot run."""
+        return self._entries[0].decision.fallback
 
     def fall_back(self, reason: str) -> None:
-        """Let the row's fallback serve every batch, as it does on a rank where the row's variants cannot run.
+        """Let the row's fallback serve every batch, though the row's variants may run here: because of another rank, say.
 
         Raises:
             WarmupError: the row names no fallback, or it cannot run here either.
         """
-        if self._failed is None:
-            self._fall_back(self._entries[0], RuntimeError(reason))
+        with self._preparing:
+            if self._failed is None:
+                self._fall_back(self._entries[0], f"gives way: {reason}")
 
     def variants(self) -> tuple[Variant, ...]:
         """All that some batch launches."""
@@ -364,10 +375,13 @@ class Plan:
                     f"{self.op.name}: {entry.variant.id} for {self.key} is not compiled and a CUDA graph is being "
                     "captured; call plan.warmup() before the capture"
                 )
-            if entry.decision.fallback:
-                self._prepare_all()  # a fallback replaces every variant of the row, so all of them are tried before one serves
-            else:
-                self._prepare([entry])
+            with self._preparing:
+                if self._failed is not None or entry.ready:
+                    pass  # another thread was first
+                elif entry.decision.fallback:
+                    self._prepare_all()  # a fallback replaces every variant of the row, so all are tried before one serves
+                else:
+                    self._prepare([entry])
             if self._failed is None:
                 return entry.launch(*args, **kwargs)
             result = self._entries[0].launch(*args, **kwargs)
@@ -385,22 +399,22 @@ class Plan:
         launches = [launcher(self.binding.registry, entry.variant, self.facts) for entry in entries]
         for entry, launch in zip(entries, launches, strict=True):
             if error := self._try(entry.variant, launch):
-                self._fall_back(entry, error)
+                self._fall_back(entry, f"cannot run here: {_line(error)}", error)
                 return
         for entry, launch in zip(entries, launches, strict=True):
             entry.launch, entry.ready = self._capturable(entry.variant, launch), True
 
-    def _fall_back(self, failed: _Entry, error: Exception) -> None:
+    def _fall_back(self, failed: _Entry, why: str, cause: Exception | None = None) -> None:
+        """why: what is said after the variant's name."""
         fallback = failed.decision.fallback
         where = f"{self.op.name}: {failed.variant.id} of {failed.decision.source} for {self.key}"
         if fallback is None:
-            raise WarmupError(f"{where} cannot run here and the row names no fallback: {_line(error)}") from error
+            raise WarmupError(f"{where} {why}; the row names no fallback") from cause
         launch = launcher(self.binding.registry, fallback, self.facts)
         if second := self._try(fallback, launch):
-            text = f"{where} cannot run here ({_line(error)}), nor can its fallback {fallback.id}: {_line(second)}"
-            raise WarmupError(text) from second
-        log.warning("%s cannot run here, its fallback %s serves: %s", where, fallback.id, _line(error))
-        self._dropped, self._failed = self._entries, (failed.variant, _line(error))
+            raise WarmupError(f"{where} {why}; its fallback {fallback.id} cannot run here: {_line(second)}") from second
+        log.warning("%s %s; its fallback %s serves", where, why, fallback.id)
+        self._dropped, self._failed = self._entries, (failed.variant, why)
         self.evidence = replace(self.evidence, doubts=())  # what serves is one variant now
         self._entries = [_Entry(failed.decision, fallback, self._capturable(fallback, launch), [(1, None)], ready=True)]
         self.table.clear()

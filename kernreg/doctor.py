@@ -158,7 +158,8 @@ def _compare_with_torch(found: Findings, torch: Any, cuda: str | None, count: in
 
 def _policy(found: Findings, known: Registry) -> Data:
     path = dispatch.shipped_policy()
-    nothing: Data = {"file": str(path), "digest": None, "errors": 1, "warnings": 0, "rows": 0, "problems": []}
+    nothing: Data = {"file": str(path), "digest": None, "errors": 1, "warnings": 0, "rows": 0}
+    nothing |= {"problems": [], "stale": [], "results": []}
     data = found.attempt("policy", lambda: policy_data(path, known), nothing)
     found.problems += [f"policy: {problem['text']}" for problem in data["problems"] if problem["severity"] == "error"]
     return data
@@ -203,7 +204,7 @@ class Chosen:
     @property
     def whole(self) -> bool:
         """Can the class be compared? Its id covers every measured key."""
-        return len(self.keys) == len(self.measured)
+        return 0 < len(self.keys) == len(self.measured)
 
     def places(self) -> Iterator[tuple[Place, Variant, dict[str, FactValue]]]:
         """What is recomputed."""
@@ -260,8 +261,7 @@ def recompute(
 def chosen(loaded: policy.Policy, known: Registry, device: Device, names: Collection[str]) -> Iterator[Chosen]:
     """The rows with classes that the section for this device brings, in the order of the file."""
     for op, rows in loaded.ops.items():
-        named = {section for row in rows for section in row.devices}
-        fit = policy.resolve((section for section in loaded.devices.values() if section.id in named), device)
+        fit = policy.section_for(loaded, rows, device)
         for row in rows:
             if fit and fit[0].id in row.devices and row.classes and row.numerics and (not names or op in names):
                 variants = [known.kernel(op, entry.use.kernel).variant(entry.use.config) for entry in row.entries]
@@ -284,7 +284,7 @@ def measured_keys(row: Row, op: Op) -> tuple[dict[str, FactValue], ...]:
 
 
 def _verdict(one: Chosen, found: Mapping[Place, Found]) -> Data:
-    """What became of a row: "same", "moved", "sampled" (what was recomputed agrees) or "not reached"."""
+    """What became of a row: "same", "moved", "sampled" (what was recomputed agrees) or "not reached", as without a key."""
     row, moved, missing = one.row, list(_moved(one, found)), [place for place, _, _ in one.places() if place not in found]
     return {
         "op": row.op,
@@ -293,7 +293,7 @@ def _verdict(one: Chosen, found: Mapping[Place, Found]) -> Data:
         "variants": [variant.id for variant in one.variants],
         "keys": len(one.keys),
         "measured": len(one.measured),
-        "state": "moved" if moved else "not reached" if missing else "same" if one.whole else "sampled",
+        "state": "moved" if moved else "not reached" if missing or not one.keys else "same" if one.whole else "sampled",
         "why": moved,
     }
 
@@ -318,23 +318,6 @@ def _moved(one: Chosen, found: Mapping[Place, Found]) -> Iterator[str]:
         here = {name: of[facts_key(key)] for name, of in bits.items() if facts_key(key) in of}
         if len(set(here.values())) > 1:
             yield f"other bits for {format_facts(key.items())}: {', '.join(f'{name} {text}' for name, text in here.items())}"
-
-
-def draw_numerics(data: Data) -> None:
-    """The same for people."""
-    from kernreg.render import show, table
-
-    if data["nothing"]:
-        show(data["nothing"])
-        return
-    drawn = table("op", "row", "class", "now", "recomputed")
-    for row in data["rows"]:
-        keys = f"{row['keys']} of {row['measured']} keys"
-        drawn.add_row(row["op"], f"line {row['row']['line']}: {row['row']['when']}", row["class"], row["state"], keys)
-    lines = [f"- line {row['row']['line']}, {row['op']}: {text}" for row in data["rows"] for text in row["why"]]
-    count = {state: sum(row["state"] == state for row in data["rows"]) for state in ("same", "moved", "sampled", "not reached")}
-    total = ", ".join(f"{number} {state}" for state, number in count.items() if number)
-    show(drawn, "", *lines, f"{data['policy']}: {total}, in {data['seconds']} s on {data['device']['name']}")
 
 
 def typical_key(op: Op) -> dict[str, FactValue]:

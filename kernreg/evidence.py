@@ -152,6 +152,8 @@ def _doubts(row: Row, section: Section | None, device: Device, op: Op, facts: Fa
     if section is None:
         yield "the row names no device"
         return
+    if len(row.devices) > 1:
+        yield f"which of the row's {len(row.devices)} devices its class was measured on (not recorded)"
     if section.arch != device.arch:
         yield f"{device} (measured: {Device.declared(section.name, section.arch, section.sms)})"
     known = section.measured.get("triton")

@@ -62,7 +62,8 @@ class Fingerprint:
     """bits: 16 hex digits, or else a verdict and its reason.
 
     verdict: "batch-variant" or "racy". reason: the first row and tensor that differ, and when.
-    rows, elements: what was compared. alone: rows that were also run one by one. busy: did another stream keep the GPU busy?
+    rows, elements: what was compared. alone: rows that were also run one by one.
+    busy: did each probe also run while another stream kept the GPU busy, from its beginning to its end?
     """
 
     bits: str = ""
@@ -80,7 +81,7 @@ class Fingerprint:
     @property
     def coverage(self) -> str:
         """What it rests on, in words."""
-        busy = "beside a busy stream" if self.busy else "never beside a busy stream"
+        busy = "also beside a busy stream" if self.busy else "not throughout beside a busy stream"
         return f"{self.elements} elements of {self.rows} rows, {self.alone} rows alone, {busy}"
 
     def __str__(self) -> str:

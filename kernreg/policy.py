@@ -49,6 +49,7 @@ __all__ = [
     "load",
     "parse",
     "resolve",
+    "section_for",
     "staleness",
 ]
 
@@ -156,9 +157,10 @@ class Decision:
 
 
 def collapse(decision: Decision, last: Decision, evidence: Evidence) -> Decision:
-    """What serves instead of `decision` where the batch may not choose: what the row's last entry names, decided in `last`.
+    """What serves instead of `decision` where the batch may not choose: the choice of the row's last entry, decided in `last`.
 
-    The last, since it is the one without an upper end: what a slow variant costs grows with the batch.
+    The last, since it is the one without an upper end: what a slow variant costs grows with the batch. Where warm-up found that
+    its variant fails, races or depends on the batch, the last entry before it whose variant does not.
     """
     row = last.row
     assert row is not None
@@ -177,6 +179,12 @@ def resolve(sections: Iterable[Section], device: Device) -> tuple[Section, str] 
     """The section that stands for a device, and at which of `LEVELS`; among equals the first of the file."""
     fits = [(section, level) for section in sections if (level := _fit(section, device))]
     return min(fits, key=lambda fit: LEVELS.index(fit[1]), default=None)
+
+
+def section_for(policy: Policy, rows: Iterable[Row], device: Device) -> tuple[Section, str] | None:
+    """`resolve` among the sections that these rows name."""
+    named = frozenset[object]().union(*(row.devices for row in rows))
+    return resolve((section for section in policy.devices.values() if section.id in named), device)
 
 
 def _fit(section: Section, device: Device) -> str | None:
@@ -291,8 +299,7 @@ class _Query:
         """The section for this device among those that the rows name, or the pinned one."""
         sections = self.policy.devices
         if self.pinned is None:
-            named = frozenset[object]().union(*(row.devices for row in rows))
-            return resolve((section for section in sections.values() if section.id in named), self.device)
+            return section_for(self.policy, rows, self.device)
         if self.pinned not in sections:
             names = ", ".join(sections) or "none"
             raise PolicyError(f"{self.policy.path} has no section {self.pinned!r}; it has {names}")

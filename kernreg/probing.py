@@ -72,7 +72,7 @@ def _digests(tensor: torch.Tensor) -> Iterator[bytes]:
 class _Busy:
     """Another stream that fills the GPU with work while a call runs.
 
-    overlapped: did all calls so far end before that work did? Calls that wait for the device themselves may outlast it.
+    overlapped: did all calls so far end before that work did? A call may outlast `MOST` pieces of it.
     """
 
     MOST = 2048
@@ -92,6 +92,7 @@ class _Busy:
                 done = torch.cuda.Event()
                 done.record()
             result = call()
+            torch.cuda.current_stream().synchronize()  # launches return before the kernels have run
             overlapped = not done.query()
             done.synchronize()
             if overlapped or self._launches >= self.MOST:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from kernreg import device as devices
 from kernreg.contract import FactValue, format_facts
 from kernreg.dispatch import Plan
-from kernreg.evidence import installed_triton
+from kernreg.evidence import installed_source, installed_triton
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,7 +36,7 @@ class Bound:
     """One plan as its rank reports it.
 
     shared: the static key without the facts that are a rank's own. key: the whole key.
-    table: first batch, last batch (None: no end) and variant. sources: digests of the kernels in it.
+    table: first batch, last batch (None: no end) and variant. sources: digests of the kernels in it and of the row's fallback.
     fell_back: why the row's fallback serves, or None. bits: fingerprints by variant, if they were asked for.
     """
 
@@ -146,18 +148,16 @@ def report_of(rank: int, plans: Sequence[Plan], *, fingerprints: bool = False) -
     import torch
 
     sections = {plan.binding.section for plan in plans}
-    first = plans[0].binding
-    device = first.device
     return Report(
         rank,
         policy=_same(plan.binding.policy.digest for plan in plans),
         registry=_same(plan.binding.registry.digest for plan in plans),
         overrides=_same(" ".join(map(str, plan.binding.overrides)) for plan in plans),
         section=sections.pop() if len(sections) == 1 else None,
-        device=f"{device.name} ({device.arch_name}, {device.sms} SMs)",
+        device=_same(map(str, (plan.device for plan in plans))),
         torch=str(torch.__version__),
         triton=installed_triton(),
-        driver=_driver(),
+        driver=devices.driver_version(devices.import_nvml()) or "",
         plans=[_bound(plan, fingerprints) for plan in plans],
     )
 
@@ -166,21 +166,15 @@ def _same(values: Iterable[str]) -> str:
     return " and ".join(sorted(set(values)))
 
 
-def _driver() -> str:
-    from kernreg.tuning.measure import Watch
-
-    return Watch("").driver()
-
-
 def _bound(plan: Plan, fingerprints: bool) -> Bound:
     shared = {name: value for name, value in plan.facts.items() if name not in PER_RANK}
-    kernels = {variant.kernel.name: variant.kernel for variant in plan.variants()}
+    kernels = {variant.kernel.name for variant in (*plan.variants(), plan.fallback) if variant}
     return Bound(
         plan.op.name,
         format_facts(shared.items()),
         format_facts(plan.facts.items()),
         [list(span) for span in plan.resolved()],
-        {name: plan.binding.registry.source_digest(kernel) for name, kernel in sorted(kernels.items())},
+        {name: installed_source(plan.binding.registry, plan.op.name, name) for name in sorted(kernels)},
         plan.fell_back,
         _bits(plan) if fingerprints else {},
     )
@@ -237,6 +231,17 @@ class _Exchange:
                 raise RanksDisagree(f"no {name} from {_ranks(missing)} in time") from None
         return {rank: self.store.get(key).decode() for rank, key in keys.items()}
 
+    def outcome(self) -> str:
+        """`YES`, or who is against it; what the first rank to know has found, so that ranks whose time ends part-way hold the
+        same."""
+        try:
+            against = [f"rank {rank}: {text}" for rank, text in self.collect("verdict").items() if text != YES]
+            found = "; ".join(against) or YES
+        except RanksDisagree as late:
+            found = str(late)
+        first: bytes = self.store.compare_set(f"{self.prefix}/outcome", "", found)
+        return first.decode()
+
 
 def agree(
     plans: Sequence[Plan], group: dist.ProcessGroup | None = None, *, timeout: float = 120.0, fingerprints: bool = False
@@ -254,16 +259,14 @@ def agree(
         fingerprints: also compare the bits of every variant that the plans can reach; takes seconds.
 
     Raises:
-        RanksDisagree: on every rank, with what differs; also where a rank is missing or cannot warm up.
-        ValueError: no plans.
+        RanksDisagree: on every rank, with what differs; also where a rank is missing, has no plans or cannot warm up.
     """
-    if not plans:
-        raise ValueError("ranks.agree: no plans; bind the ops first")
     exchange = _Exchange.begin(group, timeout)
     try:
         return _settle(exchange, plans, fingerprints)
     except Exception as error:
-        exchange.publish("verdict", str(error))  # those that still wait are told
+        with suppress(RuntimeError):  # the store's process may be gone
+            exchange.publish("verdict", str(error))  # those that still wait are told
         if isinstance(error, RanksDisagree):
             raise
         raise RanksDisagree(f"rank {exchange.rank} cannot start: {error}") from error
@@ -271,6 +274,8 @@ def agree(
 
 def _settle(exchange: _Exchange, plans: Sequence[Plan], fingerprints: bool) -> Agreement:
     try:
+        if not plans:
+            raise ValueError("no plans; bind the ops first")
         for plan in plans:
             plan.warmup()
         exchange.publish("report", json.dumps(asdict(report_of(exchange.rank, plans, fingerprints=fingerprints))))
@@ -288,9 +293,8 @@ def _settle(exchange: _Exchange, plans: Sequence[Plan], fingerprints: bool) -> A
         if reason := fallen.get((bound.op, bound.shared)):
             plan.fall_back(reason)
     exchange.publish("verdict", YES)
-    verdicts = exchange.collect("verdict")
-    if against := {rank: text for rank, text in verdicts.items() if text != YES}:
-        raise RanksDisagree("; ".join(f"rank {rank}: {text}" for rank, text in against.items()))
+    if (outcome := exchange.outcome()) != YES:
+        raise RanksDisagree(outcome)
     drivers: dict[str, list[int]] = {}
     for report in reports:
         drivers.setdefault(report.driver, []).append(report.rank)

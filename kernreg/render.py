@@ -160,6 +160,20 @@ def doctor(data: Data) -> None:
     show("", "Something is broken." if data["problems"] else "All is well.")
 
 
+def numerics(data: Data) -> None:
+    if data["nothing"]:
+        show(data["nothing"])
+        return
+    drawn = table("op", "row", "class", "now", "recomputed")
+    for row in data["rows"]:
+        keys = f"{row['keys']} of {row['measured']} keys"
+        drawn.add_row(row["op"], f"line {row['row']['line']}: {row['row']['when']}", row["class"], row["state"], keys)
+    lines = [f"- line {row['row']['line']}, {row['op']}: {text}" for row in data["rows"] for text in row["why"]]
+    count = {state: sum(row["state"] == state for row in data["rows"]) for state in ("same", "moved", "sampled", "not reached")}
+    total = ", ".join(f"{number} {state}" for state, number in count.items() if number)
+    show(drawn, "", *lines, f"{data['policy']}: {total}, in {data['seconds']} s on {data['device']['name']}")
+
+
 def report(data: Data) -> None:
     drawn = table("op", "device", "keys", "cells", "regret: median", "worst")
     for place in data["places"]:

@@ -1,4 +1,4 @@
-"""Results of comparisons with other kernels (``*.compare.jsonl`` beside the journals): are they older than the kernels?
+"""Results of comparisons with other kernels (``tools/comparisons/*.jsonl``): are they older than the kernels?
 
 Each line has the variants that were timed and the digests of their sources, by op. Comments and docstrings are no change.
 """
@@ -13,8 +13,11 @@ from pathlib import Path
 from kernreg.evidence import installed_source
 from kernreg.registry import Registry
 
-FOLDER = Path("tools", "measurements")  # beside the policy file
-PATTERN = "*.compare.jsonl"
+FOLDER = Path("tools", "comparisons")  # beside the policy file
+
+
+class ResultsError(ValueError):
+    """A file of comparisons that cannot be read; the message has file and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,19 @@ def outdated(path: Path, registry: Registry) -> list[Outdated]:
     """The kernels of one file that changed since.
 
     Raises:
-        ValueError: a line that is none of a comparison; the message has file and line.
+        ResultsError: a line that is none of a comparison.
     """
     measured: Counter[tuple[str, str, str]] = Counter()
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            line = json.loads(text)
+            line = json.loads(text.decode())
             variants = line.get("variants", {})
-            measured.update((op, variants[op].partition("[")[0], digest) for op, digest in line.get("digests", {}).items())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: not a line of a comparison: {type(error).__name__}: {error}") from error
+            for op, digest in line.get("digests", {}).items():
+                if not isinstance(digest, str):
+                    raise TypeError(f"digest of {op} is {digest!r}")
+                measured[op, variants[op].partition("[")[0], digest] += 1
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+            raise ResultsError(f"{path}, line {number}: not a line of a comparison: {type(error).__name__}: {error}") from error
     found = []
     for (op, kernel, digest), count in sorted(measured.items()):
         if (installed := installed_source(registry, op, kernel)) != digest:
@@ -56,4 +62,4 @@ def outdated(path: Path, registry: Registry) -> list[Outdated]:
 
 def beside(policy: Path) -> list[Path]:
     """The results files that belong to a policy file of a checkout; an installed package has none."""
-    return sorted((policy.parent / FOLDER).glob(PATTERN))
+    return sorted((policy.parent / FOLDER).glob("*.jsonl"))

@@ -154,8 +154,16 @@ def _at(before: str, file: str) -> Place:
 
 
 def _events(text: str, file: str) -> list[Any]:
+    """All events, or those up to the first that is too deep, which the builder refuses: PyYAML takes minutes over thousands."""
+    found: list[Any] = []
+    depth = 0
     try:
-        return list(yaml.parse(text, Loader=yaml.SafeLoader))
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            found.append(event)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST + 1:
+                break
+        return found
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = Place(file, mark.line + 1, mark.column + 1, "") if mark else Place(file, 1, 1, "")

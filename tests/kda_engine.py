@@ -49,10 +49,10 @@ class Kernels(NamedTuple):
 
 def kernels(name: str, **config: Any) -> Kernels:
     """``"reference"``, ``"fused"`` or ``"unfused"``, with the commits of the same backend."""
-    triton = name != "reference"
+    triton, commit = name != "reference", "triton.shared" if name == "fused" else "triton.replay"
     return Kernels(
         partial(call, ops.kda_chain_verify, f"triton.{name}" if triton else "torch.reference", config),
-        partial(call, ops.kda_ring_commit, "triton.replay" if triton else "torch.reference", config),
+        partial(call, ops.kda_ring_commit, commit if triton else "torch.reference", config),
         partial(call, ops.kda_snapshot_commit, "triton.copy" if triton else "torch.reference", {}),
         partial(call, ops.conv_window_commit, "triton.copy" if triton else "torch.reference", {}),
     )

@@ -173,7 +173,7 @@ def autotunes(arguments: dict[str, Any]) -> None:
 def _beside(arguments: dict[str, Any], layout: str, work: Callable[[torch.Tensor], object]) -> None:
     from kernreg_triton.gdn_ring_commit import sequential
 
-    sequential(**arguments, BV=64, num_warps=4, layers=1, layout=layout)
+    sequential(**arguments, BV=64, num_warps=4, ahead=0, layout=layout)
     state = arguments["state"]
     work(torch.empty(1 << (26 if state.is_cuda else 10), device=state.device))
 

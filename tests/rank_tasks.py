@@ -84,13 +84,17 @@ def cannot_start(rank: int, group: Any) -> Any:
     return ranks.agree([plan(BROKEN)], group, timeout=60)
 
 
+def no_plans(rank: int, group: Any) -> Any:
+    return ranks.agree([plan()] if rank else [], group, timeout=60)
+
+
 def late(rank: int, group: Any) -> Any:
     if rank == 1:
         time.sleep(2.5)
     return ranks.agree([plan()], group, timeout=1.0)
 
 
-SCENARIOS = (same, other_heads, other_policy, other_override, other_key, falls_back_together, cannot_start, late)
+SCENARIOS = (same, other_heads, other_policy, other_override, other_key, falls_back_together, cannot_start, no_plans, late)
 
 
 def main(rank: int, size: int, folder: Path) -> None:
@@ -99,7 +103,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     said = {}
     for scenario in SCENARIOS:
         try:
-            said[scenario.__name__] = ["agreed", str(scenario(rank, part if rank < 2 and scenario is same else None))]
+            said[scenario.__name__] = ["agreed", str(scenario(rank, part if scenario is same else None))]
         except ranks.RanksDisagree as error:
             said[scenario.__name__] = ["refused", str(error)]
         dist.barrier()

@@ -194,6 +194,8 @@ def test_index_fact_spells_a_mixture_in_signature_order() -> None:
         ("ring", "16", "wanted a whole number"),
         ("ring", True, "wanted a whole number"),
         ("heads", "48", "as in 48/16"),
+        ("heads", "1\u0663/1", "as in 48/16"),
+        ("heads", "9" * 5000 + "/1", "as in 48/16"),
         ("low", 1, "wanted true or false"),
         ("state", "fp8", "wanted bf16 or f32 or f64"),
         ("folding", "never", "wanted every or lazy"),

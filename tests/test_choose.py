@@ -104,15 +104,14 @@ def test_the_least_worst_case_of_a_class_wins_not_the_fastest_somewhere() -> Non
 
 
 def test_neighbours_share_a_variant_that_costs_next_to_nothing() -> None:
-    times = {"a:8": (500, 4000, 16_000, 60_000), "a:16": (504, 3990, 15_900, 60_300), "a:64": (900, 4010, 15_880, 50_000)}
+    times = {"a:8": (500, 4000, 15_950, 60_000), "a:16": (502, 3990, 15_900, 60_300), "a:64": (900, 4010, 15_880, 50_000)}
     text = build([*timed(times), *fingerprints(dict.fromkeys(times, 1))])
     assert chosen(text) == "triton.a:16<=32 triton.a:64"
+    for batch, values in zip(BATCHES, zip(*times.values(), strict=True), strict=True):
+        taken = times[f"a:{rows(text)[0].entry(batch).use.config['BV']}"][BATCHES.index(batch)]
+        assert taken <= min(values) * TIE
     apart = {**times, "a:16": (520, 3990, 15_900, 60_300), "a:8": (500, 4200, 16_900, 60_000)}
     assert chosen(build([*timed(apart), *fingerprints(dict.fromkeys(times, 1))])) == "triton.a:8<=1 triton.a:64"
-    for row in rows(text):
-        for batch, values in zip(BATCHES, zip(*times.values(), strict=True), strict=True):
-            taken = times[f"a:{row.entry(batch).use.config['BV']}"][BATCHES.index(batch)]
-            assert taken <= min(values) * TIE * 1.001
 
 
 def test_a_fingerprint_that_comes_out_in_two_ways_is_none() -> None:

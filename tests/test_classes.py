@@ -344,6 +344,13 @@ DOUBTS: dict[str, tuple[Callable[[str], str], dict[str, Any], str]] = {
         {"index": "i64"},
         "index=i64 (measured: i32)",
     ),
+    "a second device": (
+        lambda text: text.replace("device: nvidia-h200, ring", "device: [nvidia-h200, nvidia-b200], ring").replace(
+            "ops:\n", '  nvidia-b200: {name: "NVIDIA B200", arch: sm_100, sms: 148}\nops:\n', 1
+        ),
+        {},
+        "which of the row's 2 devices its class was measured on (not recorded)",
+    ),
     "another arch": (
         lambda text: text,
         {"device": Device.declared("NVIDIA B200", "sm_100", 148), "section": "nvidia-h200"},
@@ -463,6 +470,14 @@ def test_a_variant_that_cannot_be_measured_leaves_one_variant(bind: Bind, newer:
     plan = bind().warmup(fingerprint=breaks)
     assert plan.resolved() == COLLAPSED
     assert plan.evidence.failed == {BLOCK_8: "RuntimeError: Internal Triton PTX codegen error"}
+
+
+def test_a_variant_that_races_here_does_not_serve_while_another_does_not(bind: Bind, newer: str) -> None:
+    plan = bind().warmup(fingerprint=measures(two="row 3"))
+    assert plan.resolved() == ((1, None, BLOCK_8),)
+    decision = plan.explain(64)
+    assert decision.variant.id == BLOCK_8 and dict(decision.considered)["fake.one"].startswith("chosen: ")
+    assert f"{LAST} racy: row 3" in str(decision.evidence.collapsed)
 
 
 def test_a_full_memory_does_not_decide_the_table(bind: Bind, newer: str) -> None:

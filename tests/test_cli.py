@@ -320,6 +320,9 @@ class TestExplain:
             (["gdn_ring_commit", "ring=", "heads=1/1"], "cannot read 'ring=', wanted KEY=VALUE"),
             (["gdn_ring_commit", "ring=16", "ring=16"], "ring is given twice"),
             (["gdn_ring_commit", "ring=big", "heads=1/1"], "ring is 'big', wanted a whole number"),
+            (["gdn_ring_commit", f"ring={'9' * 5000}", "heads=1/1"], "9', wanted a whole number"),
+            (["gdn_ring_commit", "ring=\u0663\u0662", "heads=1/1"], "wanted a whole number"),
+            (["gdn_ring_commit", "ring=16", "heads=1/1", f"batch={'9' * 5000}"], "9', wanted a whole number"),
             (["gdn_ring_commit", "ring=20", "heads=1/1"], "L (a dim of ring_u) is 20; wanted L >= 16"),
             (["gdn_ring_commit", "ring=16", "heads=48"], "heads is '48', wanted value heads/key heads"),
             (["gdn_ring_commit", "ring=16", "heads=1/1", "low=maybe"], "low is 'maybe', wanted yes or no"),
@@ -582,3 +585,13 @@ class TestOutput:
 
     def test_version(self, run: Run) -> None:
         assert run("--version").out == "0.1.0\n"
+
+
+def test_a_reader_that_has_seen_enough_is_told_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run([sys.executable, "-m", "kernreg", "list"], stdout=write, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, b"")

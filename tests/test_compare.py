@@ -11,6 +11,7 @@ import torch
 
 from kernreg import registry
 from kernreg.contract import Case
+from kernreg.device import Device
 
 TOOLS = pathlib.Path(__file__).parent.parent / "tools"
 if not TOOLS.exists():
@@ -68,6 +69,19 @@ def test_it_says_what_it_lacks(capsys: pytest.CaptureFixture[str], tmp_path: pat
         compare.main(["--output", str(tmp_path / "x.jsonl")])
     assert ("needs a GPU" if lacks_gpu else "SGLang") in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_lines_of_sections_that_are_not_run_stay(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "x.jsonl"
+    assert compare.lines_of_others(file, ("kda",)) == []
+    file.write_text("".join(f'{{"section": "{name}"}}\n' for name in ("copy", "kda", "gdn", "kda")))
+    assert compare.lines_of_others(file, ("copy", "kda")) == ['{"section": "gdn"}\n']
+
+
+def test_a_run_that_ends_late_but_whole_was_not_stopped() -> None:
+    run = compare.Comparison(Device.cpu(), None, limit=0.0, software={}, command="")
+    assert not run.stopped
+    assert run.late() and run.stopped
 
 
 def test_a_line_reads_as_a_comparison() -> None:

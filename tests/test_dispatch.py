@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -177,6 +179,22 @@ def test_d15_a_fallback_serves_every_batch_of_its_row(bind: Any, warm: bool) -> 
         plan(**inputs(batch, ring=128))
         assert CALLS[-1] == "other"
     assert {s.variant for s in plan.served()} == {"fake.other"}
+
+
+def test_threads_that_call_a_cold_plan_at_once_fall_back_once(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(write_pos, fold, rows, slots, accept, *, ring, margin=None, null_slot=-1):
+        CALLS.append("slow")
+        time.sleep(0.05)
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(sys.modules["fake_kernels"], "breaks", slow)
+    plan = bind(ring=32)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: plan(**inputs(3, ring=32)), range(8)))
+    assert CALLS.count("slow") == 1
+    assert CALLS.count("small") == 1 + 8
+    assert [(line.variant, line.calls) for line in plan.served()] == [("fake.small", 8)]
+    assert dict(plan.explain().considered)["fake.small"].startswith("chosen: the fallback")
 
 
 def test_d15_without_a_fallback_warmup_refuses_and_names_the_row(bind: Any) -> None:

@@ -77,7 +77,7 @@ def test_the_grids_cover_what_engines_serve() -> None:
     assert {c.facts["heads"] for c in gdn.cells} == {"48/16", "24/8", "12/4", "6/2"}
 
 
-# Bytes by hand: one row and layer of the smallest keys of the tables in design.md.
+# Bytes by hand, and microseconds that they take at the copy bandwidth of an H200.
 def test_the_limit_of_a_cell_is_what_must_move() -> None:
     def one(op: str, batch: int, **wanted: Any) -> Cell:
         return next(c for c in grid_of(op).cells if c.batch == batch and wanted.items() <= {**c.facts, **c.load}.items())
@@ -123,9 +123,8 @@ def test_a_rotation_visits_each_row_of_its_pool_once(op: str) -> None:
     reference = registry.default().load(registry.default().kernel(op, "torch.reference"))
     slots = [int(slot) for call in rotation.calls for slot in call[grid.op.batch]]
     assert len(set(slots)) == 6
-    plan = registry.default().op(op)
     for call in rotation.calls:
-        assert call[plan.batch].shape == (2,)
+        assert call[grid.op.batch].shape == (2,)
         reference(**call)  # a broken slice of tokens or windows does not run
     rotation.reset()
     for tensor, saved in rotation.kept:

@@ -19,7 +19,7 @@ from kernreg.ops import _inputs, kda_samples
 
 VERIFY = ops.kda_chain_verify
 NAMES = ("reference", "fused", "unfused")
-TILES = {"BV": 16, "num_warps": 4}
+TILES = {"BV": 32, "num_warps": 4}
 SAFE, SOFTPLUS = -5.0, None
 
 ROUNDS = (
@@ -61,15 +61,12 @@ def test_rounds_of_verify_and_commit(name: str, mode: str, bound: float | None, 
 
 
 def test_modes_tiles_and_launches_give_the_same_bits(device: str) -> None:
-    first, *others = (
-        play(kernels(name, BV=BV, num_warps=warps), mode, SAFE, device)
-        for name, mode, BV, warps in (
-            ("fused", "ring", 8, 1),
-            ("fused", "snapshot", 32, 4),
-            ("unfused", "ring", 32, 2),
-            ("unfused", "snapshot", 16, 4),
-        )
-    )
+    variants = [
+        ("unfused", mode, {"BV": BV, "num_warps": warps}) for BV, warps in ((8, 1), (32, 4)) for mode in ("ring", "snapshot")
+    ]
+    if device == "cuda":
+        variants += [("fused", mode, {"BV": 64, "num_warps": 4, "registers": 168}) for mode in ("ring", "snapshot")]
+    first, *others = (play(kernels(name, **config), mode, SAFE, device) for name, mode, config in variants)
     for other in others:
         assert len(other) == len(first)
         assert all(same_bits(x, y) for x, y in zip(first, other, strict=True))
@@ -107,31 +104,40 @@ COMPILE = """
 import re, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernreg_triton.kda_chain_verify import VECTORS, _chain
+from triton.experimental.gluon._runtime import GluonASTSource
+from kernreg_triton import kda_chain_fused, kda_chain_verify, kda_ring_commit_shared
 from kernreg_triton.kda_step import piece_width
 
-FP32 = {"p_A_log", "p_dt_bias", "p_state", "p_ring_g", "p_ring_beta", "p_records"}
-INDEX = {"p_slots", "p_conv_slots", "p_window_rows"}
-ABSENT = dict.fromkeys(("p_bias", "p_snapshots", "p_cu_seqlens", "p_parents"))
+FP32 = {"p_A_log", "p_dt_bias", "p_state", "p_g", "p_beta", "p_ring_g", "p_ring_beta", "p_records"}
+INDEX = {"p_slots", "p_conv_slots", "p_window_rows", "p_accept"}
+ABSENT = dict.fromkeys(("p_bias", "p_snapshots", "p_cu_seqlens", "p_parents", "p_track_slots", "p_track_step"))
+FACTS = dict(T=4, L=4, H=1, HV=1, K=128, V=128, SAFE=True, RING=True, RAGGED=False, TREE=False, TRACK=False, BIAS=False,
+             ALIGNED=True, UNIT_ACT=8, UNIT_STATE=4, TC=4, TP=4, LANES=8)
 
-def reduced(K, BV, num_warps, **stages):
-    constants = dict(T=4, H=1, HV=1, K=K, V=128, SAFE=True, RING=True, RAGGED=False, TREE=False, BIAS=False, ALIGNED=True,
-                     UNIT_ACT=8, UNIT_STATE=4, BV=BV, BW=BV, C=piece_width(K), TC=4, TP=4, **stages, **ABSENT)
-    kernel = _chain["aligned"]
+def reduced(source, kernel, num_warps, **constants):
+    # the sizes of all sums in the compiled kernel
     names = list(kernel.arg_names)
+    constants = FACTS | ABSENT | {"C": piece_width(constants.get("K", 128))} | constants
+    constants = {n: v for n, v in constants.items() if n in names and not (n == "L" and "p_qkv" in names)}
     kind = lambda n: "fp32" if n in FP32 else "i32" if n in INDEX else "bf16"
     signature = {n: "constexpr" if n in constants else "*" + kind(n) if n.startswith("p_") else
-                 "fp32" if n in ("scale", "lower_bound") else "i64" for n in names}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in VECTORS if n not in constants}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
+                 "fp32" if n in ("scale", "lower_bound") else "i32" if n == "B" else "i64" for n in names}
+    relied_on = [n for n in names if n.startswith("p_") and n not in constants and n not in INDEX]
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in relied_on}
+    source = source(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    ir = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
-    found = re.findall(r'tt.reduce"\\(.*?axis = (\\d).*?\\}\\) : \\(tensor<([0-9x]+)xf32', ir, re.S)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found = re.findall(r'tt.reduce"\\(.*?axis = (\\d).*?\\}\\) : \\(tensor<([0-9x]+)xf32', compiled.asm["ttgir"], re.S)
     return [int(shape.split("x")[int(axis)]) for axis, shape in found]
 
+chain = kda_chain_verify._chain["aligned"]
 for K, BV, num_warps in ((128, 8, 1), (128, 32, 4), (64, 16, 2)):
-    print(*reduced(K, BV, num_warps, PREPARE=False, RECUR=True))
-print(*reduced(128, 16, 4, PREPARE=True, RECUR=True))
+    print(*reduced(ASTSource, chain, num_warps, K=K, BV=BV, BW=128, PREPARE=False))
+print(*reduced(ASTSource, chain, 4, BV=128, BW=128, PREPARE=True))
+heads = kda_chain_fused._heads["aligned"]
+for BV, TILES, AHEAD in ((32, 1, False), (64, 2, True)):
+    print(*reduced(GluonASTSource, heads, 4, BV=BV, TILES=TILES, AHEAD=AHEAD))
+print(*reduced(GluonASTSource, kda_ring_commit_shared._replay["aligned"], 4, BV=32))
 """
 
 
@@ -141,7 +147,8 @@ def test_every_sum_in_the_compiled_kernels_is_a_sum_of_two() -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [len(line.split()) for line in lines] == [8, 8, 8, 8 + 3 * 7]  # two sums of 4 levels; three of 7 in the first half
+    # a tile takes two sums of 4 levels, the commit's one; the first half three of 7, the commit's one
+    assert [len(line.split()) for line in lines] == [8, 8, 8, 21, 8 + 21, 8 + 21, 4 + 7]
     assert {size for line in lines for size in line.split()} == {"2"}
 
 

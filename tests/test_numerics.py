@@ -14,6 +14,7 @@ from typing import Any
 import planted_kernels
 import pytest
 import torch
+import tune_program
 from typer.testing import CliRunner
 
 from kernreg import cli, doctor, ops, registry
@@ -37,6 +38,7 @@ from kernreg.numerics import (
 )
 from kernreg.ops._inputs import Inputs
 from kernreg.probing import pick
+from kernreg.tuning import journal
 from kernreg.tuning.fingerprints import Found, Task, fingerprints
 from kernreg.tuning.screen import Failure, screen
 
@@ -92,7 +94,7 @@ def test_the_reference_has_a_fingerprint_whatever_the_arrangement(op: str, facts
     found = fingerprint(REGISTRY, variant, facts, "cpu", replace(LIGHT, crowds=(16, 64)))
     assert found.ok and len(found.bits) == 16 and int(found.bits, 16) >= 0, found
     assert found.rows >= 18 and found.alone >= 4 and found.elements > 1000
-    assert not found.busy and "never beside a busy stream" in found.coverage
+    assert not found.busy and "not throughout beside a busy stream" in found.coverage
     assert fingerprint(REGISTRY, variant, facts, "cpu").bits == found.bits, "arrangements are no part of the bits"
 
 
@@ -226,11 +228,13 @@ def test_per_head_and_head_group_are_two_classes(device: str) -> None:
     assert all(bits) and bits[0] != bits[1]
 
 
-def test_fused_and_unfused_are_one_class(device: str) -> None:
-    facts = {"draft": 2, "heads": "1/1", "k_dim": 16, "v_dim": 16, "act": "f16", "weight": "f16"}
+def test_tiles_and_launches_are_one_class(device: str) -> None:
+    facts = {"draft": 2, "heads": "1/1", "k_dim": 16, "v_dim": 32, "act": "f16", "weight": "f16"}
+    chosen = [("unfused", {"BV": 16}), ("unfused", {"BV": 32})]
+    chosen += [("fused", {})] if device == "cuda" else []
     bits = {
-        fingerprint(REGISTRY, REGISTRY.kernel("kda_chain_verify", f"triton.{name}").variant({"BV": 16}), facts, device, ONCE).bits
-        for name in ("fused", "unfused")
+        fingerprint(REGISTRY, REGISTRY.kernel("kda_chain_verify", f"triton.{name}").variant(config), facts, device, ONCE).bits
+        for name, config in chosen
     }
     assert len(bits) == 1
 
@@ -536,6 +540,21 @@ def test_a_variant_that_lost_its_fingerprint_has_moved() -> None:
     ]
 
 
+def test_what_a_tuning_run_records_holds_for_the_same_bits(tmp_path: Path) -> None:
+    known = tune_program.fake_registry()
+    if not (tune_program.ROOT / "tools").exists():
+        pytest.skip("the tools are in a checkout only")
+    assert tune_program.tool().main(["all", *tune_program.options(tmp_path)], known) == 0
+    bits = {(r.variant, r.key): r.bits for r in journal.read(tmp_path / "j.jsonl") if r.stage == "bits"}
+
+    def measure(tasks: Sequence[Task]) -> Generator[tuple[Task, Found], None, None]:
+        yield from ((task, Fingerprint(bits[task.variant, facts_key(task.facts)])) for task in tasks)
+
+    here = Device.declared("Fake GPU", "sm_90", 132)
+    rows = doctor.recompute(policies.load(tmp_path / "p.yaml", known), known, here, (), measure)["rows"]
+    assert rows and {row["state"] for row in rows} == {"same"}, rows
+
+
 def test_many_keys_are_sampled_and_it_says_so() -> None:
     heads = "[" + ", ".join(f"{n}/1" for n in range(1, 21)) + "]"
     (row,) = recomputed(RECORDED, bits_by_ring, heads)["rows"]
@@ -546,6 +565,15 @@ def test_time_that_runs_out_is_said() -> None:
     ticks = iter([0.0, 1.0, doctor.SECONDS + 1, doctor.SECONDS + 1])
     (row,) = recomputed(RECORDED, bits_by_ring, clock=lambda: next(ticks))["rows"]
     assert row["state"] == "not reached"
+
+
+def test_a_row_without_measured_keys_has_not_moved() -> None:
+    loaded = policy_with("k00000000")
+    (row,) = loaded.ops["gdn_ring_commit"][:1]
+    loaded = replace(loaded, ops={"gdn_ring_commit": (replace(row, measured=()),)})
+    data = doctor.recompute(loaded, PLANTED, H200, (), lambda tasks: (task for task in ()))
+    assert [(found["state"], found["keys"], found["why"]) for found in data["rows"]] == [("not reached", 0, [])]
+    assert data["moved"] == 0
 
 
 def test_nothing_to_recompute() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -805,3 +806,12 @@ def test_a_policy_cannot_be_changed_in_place() -> None:
         policy.ops["toy"] = ()  # type: ignore[index]
     with pytest.raises(TypeError):
         policy.ops["toy"][0].entries[0].use.config["BV"] = 1  # type: ignore[index]
+
+
+def test_a_policy_and_a_decision_go_to_another_process_whole() -> None:
+    policy = parse(TEXT)
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    decision = decide(ring=32, track=True)
+    assert pickle.loads(pickle.dumps(decision)) == decision
+    with pytest.raises(TypeError):
+        pickle.loads(pickle.dumps(policy)).ops["toy"] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from typing import Any
 
 import pytest
@@ -147,6 +148,14 @@ def test_d16_what_the_subset_lacks_is_refused_with_its_place(text: str, place: s
     message = error(text)
     assert message.startswith(place)
     assert words in message
+
+
+@pytest.mark.parametrize("deeper", ["[", "[]", "{a: ", "[\n ", "- ", "- - "])
+def test_what_is_far_too_deep_is_refused_at_once(deeper: str) -> None:
+    text = "a:\n " + ("[" * 20_000 + "]" * 20_000 if deeper == "[]" else deeper * 20_000)
+    began = time.process_time()
+    assert "nested more than 20 levels deep" in error(text)
+    assert time.process_time() - began < 5  # PyYAML alone takes minutes
 
 
 def test_bytes_that_are_not_utf_8_are_refused_with_their_place() -> None:

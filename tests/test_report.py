@@ -349,7 +349,7 @@ class TestPage:
         read = check_form(page(made, evil))
         assert "".join(read.text).count(evil) > 10
 
-    def test_a_time_keeps_five_digits(self) -> None:
+    def test_a_time_is_rounded_by_its_size(self) -> None:
         assert [microseconds(value) for value in (9.1234, 12.345, 123.456, 6910.013)] == ["9.123", "12.35", "123.46", "6910.0"]
 
 

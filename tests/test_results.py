@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import pathlib
-import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 from kernreg import registry, results
 from kernreg.cli import app
-from kernreg.dispatch import shipped_policy
 from kernreg.evidence import installed_source
 
 KNOWN = registry.default()
@@ -23,7 +21,7 @@ def line(digest: str, kernel: str = "torch.reference", op: str = "gdn_ring_advan
 
 
 def test_only_changed_kernels_are_named(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "x.compare.jsonl"
+    file = tmp_path / "x.jsonl"
     file.write_text(line(DIGEST) + '{"section": "copy"}\n' + line("0" * 16) * 2 + line("1" * 16, "triton.gone[BV=8]"))
     first, second = results.outdated(file, KNOWN)
     assert (first.kernel, first.measured, first.installed, first.lines) == ("torch.reference", "0" * 16, DIGEST, 2)
@@ -33,22 +31,44 @@ def test_only_changed_kernels_are_named(tmp_path: pathlib.Path) -> None:
     )
 
 
-@pytest.mark.parametrize("bad", ["{", '{"digests": {"op": "1"}}\n', "[]\n"])
-def test_a_damaged_file_is_named_with_its_line(tmp_path: pathlib.Path, bad: str) -> None:
-    file = tmp_path / "x.compare.jsonl"
-    file.write_text(line(DIGEST) + bad)
-    with pytest.raises(ValueError, match=r"x.compare.jsonl, line 2: not a line of a comparison"):
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"{",
+        b'{"digests": {"op": "1"}}\n',
+        b"[]\n",
+        b'{"digests": {"op": [1]}, "variants": {"op": "torch.reference"}}\n',
+        b'{"digests": {"op": 1}, "variants": {"op": "torch.reference"}}\n',
+        b'{"digests": {"op": "1"}, "variants": ["op"]}\n',
+        b'{"digests": {"op": "1"}, "variants": {"op": 1}}\n',
+        b"\xff\xfe\n",
+        b"[" * 100_000,
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(tmp_path: pathlib.Path, bad: bytes) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(line(DIGEST).encode() + bad)
+    with pytest.raises(results.ResultsError, match=r"x.jsonl, line 2: not a line of a comparison"):
         results.outdated(file, KNOWN)
 
 
 def test_check_looks_beside_the_policy(tmp_path: pathlib.Path) -> None:
     policy = tmp_path / "dispatch.yaml"
-    shutil.copy(shipped_policy(), policy)
+    policy.write_text("schema: 1\ndevices: {}\nops: {}\n")
     folder = tmp_path / results.FOLDER
     folder.mkdir(parents=True)
-    (folder / "a.compare.jsonl").write_text(line(DIGEST))
+    (folder / "a.jsonl").write_text(line(DIGEST))
     assert "results are of" not in CliRunner().invoke(app, ["check", str(policy)]).output
-    (folder / "b.compare.jsonl").write_text(line("0" * 16))
+    (folder / "b.jsonl").write_text(line("0" * 16))
     said = CliRunner().invoke(app, ["check", str(policy), "--json"])
     assert json.loads(said.output)["results"][0]["measured"] == "0" * 16
-    assert "b.compare.jsonl: 1 results are of torch.reference" in CliRunner().invoke(app, ["check", str(policy)]).output
+    assert "b.jsonl: 1 results are of torch.reference" in CliRunner().invoke(app, ["check", str(policy)]).output
+
+
+def test_check_names_a_damaged_file(tmp_path: pathlib.Path) -> None:
+    policy = tmp_path / "dispatch.yaml"
+    policy.write_text("schema: 1\ndevices: {}\nops: {}\n")
+    (tmp_path / results.FOLDER).mkdir(parents=True)
+    (tmp_path / results.FOLDER / "a.jsonl").write_text("{")
+    done = CliRunner().invoke(app, ["check", str(policy)])
+    assert (done.exit_code, "a.jsonl, line 1: not a line of a comparison" in done.output) == (1, True), done.output

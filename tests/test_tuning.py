@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from tune_program import OP, fake_registry, small_grid
-from tuning_lines import LATER, RUN
-from worker_tasks import planted_few, screen_on_cpu, sick, work
+from tuning_lines import LATER, RUN, line, nothing_twice, timings
+from worker_tasks import planted_few, screen_nothing, screen_on_cpu, sick, time_nothing, work
 
 from kernreg.contract import variant_id
 from kernreg.device import Device
@@ -26,7 +26,7 @@ from kernreg.tuning.journal import Journal, canonical
 from kernreg.tuning.measure import Candidate, Effort, FakeBench, Timing
 from kernreg.tuning.prices import differences
 from kernreg.tuning.screen import Failure
-from kernreg.tuning.tuner import Tuner, last_run
+from kernreg.tuning.tuner import CLOSE, Tuner, last_run
 from kernreg.tuning.workers import Crash, Workers
 
 GPU = Device.declared("Fake GPU", "sm_90", 132)
@@ -142,6 +142,50 @@ def test_a_process_that_is_no_longer_healthy_is_replaced() -> None:
         workers.close()
 
 
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[measure.GpuBench]:
+    """The GPU's bench with processes that do nothing."""
+    monkeypatch.setattr(measure, "screen_on_gpu", screen_nothing)
+    monkeypatch.setattr(measure, "time_on_gpu", time_nothing)
+    for name in ("leaves_room", "context_is_usable"):
+        monkeypatch.setattr(measure, name, workers_module.always_healthy)
+    made = measure.GpuBench(0, "no such GPU", timeout=120, cores=2)
+    yield made
+    made.close()
+
+
+def candidates(*names: str) -> list[Candidate]:
+    return [Candidate(OP.name, f"fake.{name}", ()) for name in names]
+
+
+def test_the_bench_keeps_its_processes(bench: measure.GpuBench) -> None:
+    cell = small_cell()
+    trials = [measure.Trial(c, cell.facts, "fake.reference") for c in candidates("a", "b", "c", "d")]
+    pids = {bits for _, bits in bench.screen(trials)}
+    timed = [bench.time(cell, candidates("a", "b"), "quick", measure.EFFORT["quick"]) for _ in range(2)]
+    assert len({outcome.samples for found in timed for outcome in found.values() if isinstance(outcome, Timing)}) == 1
+    assert {bits for _, bits in bench.screen(trials)} <= pids and len(pids) <= 2
+    assert [found for _, found in bench.screen([replace(trials[0], compile_only=True)])] == [None]
+    assert bench._timing and [worker.process.pid for worker in bench._timing._idle] == [timed[0]["fake.a"].samples]
+
+
+def test_a_candidate_that_kills_the_timing_process_costs_itself(bench: measure.GpuBench) -> None:
+    found = bench.time(small_cell(), candidates("a", "dies", "b"), "full", measure.EFFORT["full"])
+    assert found["fake.dies"] == Failure("timing", "killed by signal 11")
+    assert isinstance(found["fake.a"], Timing) and isinstance(found["fake.b"], Timing)
+
+
+def test_where_memory_is_short_the_screening_processes_make_room(bench: measure.GpuBench) -> None:
+    cell = replace(small_cell(), batch=128)
+    list(bench.screen([measure.Trial(c, cell.facts, "fake.reference") for c in candidates("a")]))
+    screening = bench._screening
+    assert screening and len(screening._idle) == 1
+    with pytest.raises(measure.CellError, match=r"batch=128 .*no room for the pool"):
+        bench.time(cell, candidates("a"), "full", measure.EFFORT["full"])
+    assert bench._screening is None and screening._idle == []
+    assert bench.time(small_cell(), candidates("a"), "full", measure.EFFORT["full"])
+
+
 # --- whole runs
 
 
@@ -231,7 +275,7 @@ def test_a_stopped_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
 
     with tuned(tmp_path / "whole.jsonl", FakeBench(3)) as run:
         assert run.tune()
-        whole = build(run.journal.results)
+        whole, counted = build(run.journal.results), timings(run.journal.results)
     path, stops, seen = tmp_path / "parts.jsonl", 0, []
     while True:
         with tuned(path, FakeBench(3), stop=stopping(115)) as run:
@@ -244,7 +288,7 @@ def test_a_stopped_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
         assert stops < 50
     assert stops > 2 and seen == sorted(seen)
     results = journal.read(path)
-    assert len(results) == len({(r.stage, r.row_key, r.cell_key, r.variant) for r in results})
+    assert nothing_twice(results) and timings(results) == counted
     assert build(results) == whole
 
 
@@ -262,6 +306,13 @@ def test_a_changed_kernel_is_measured_again_and_the_others_not(tmp_path: Path, m
     assert added and {r.use for r in added} == {"fake.per_head"}
     assert last_run(journal.read(path), OP.name, GPU.id) == RUN
     assert last_run([], OP.name, GPU.id) is None
+
+
+def test_a_run_goes_on_only_with_the_same_software() -> None:
+    lines = [line("a", 1.0), line("a", 1.0, run=LATER, software={"triton": "3.6.0"})]
+    assert last_run(lines, OP.name, "nvidia-h200", {"triton": "3.6.0"}) == LATER
+    assert last_run(lines, OP.name, "nvidia-h200", {"triton": "3.7.0"}) is None
+    assert last_run(lines, OP.name, "nvidia-h200") == LATER
 
 
 def test_two_runs_with_noise_keep_every_row(tmp_path: Path) -> None:
@@ -347,9 +398,7 @@ def test_what_fails_late_does_not_change_who_leads(tmp_path: Path) -> None:
     (tmp_path / "parts.jsonl").write_text("".join(f"{r.to_line()}\n" for r in whole[:cut]))
     with tuned(tmp_path / "parts.jsonl", Failing(1)) as run:
         assert run.tune()
-        assert {(r.stage, r.row_key, r.cell_key, r.variant) for r in run.journal.results} == {
-            (r.stage, r.row_key, r.cell_key, r.variant) for r in whole
-        }
+        assert timings(run.journal.results) == timings(whole)
 
 
 # --- once more
@@ -359,15 +408,16 @@ def test_close_calls_are_timed_again_and_count_together(tmp_path: Path) -> None:
     with tuned(tmp_path / "j.jsonl", FakeBench(1)) as run:
         run.tune()
         results = run.journal.results
-    again = [r for r in results if r.stage == "again"]
-    places = {(r.row_key, r.cell_key, r.variant) for r in again}
-    assert places and len(places) == len(again)
-    assert places <= {(r.row_key, r.cell_key, r.variant) for r in results if r.stage == "full"}
+    again = Counter((r.row_key, r.cell_key, r.variant) for r in results if r.stage == "again")
+    assert set(again) <= {(r.row_key, r.cell_key, r.variant) for r in results if r.stage == "full"}
+    assert {1, 3} <= set(again.values()) <= {1, 2, 3}, "what stays close is timed more often"
     for row in {r.row_key for r in results}:
         evidence = Evidence()
         evidence.add([r for r in results if r.row_key == row and r.stage != "again"])
         close = {(row, one.cell, v) for one in evidence.table().close() for v in one.variants}
-        assert close == {place for place in places if place[0] == row}
+        assert close == {place for place in again if place[0] == row}
+        often = {(row, one.cell, v) for one in evidence.table().close() for v in one.variants if one.gap <= CLOSE / 2}
+        assert all(again[place] > 1 for place in often)
 
 
 def test_what_was_disturbed_is_timed_again_once(tmp_path: Path) -> None:
@@ -395,7 +445,7 @@ def test_a_budget_shortens_timings_and_leaves_out_the_last_stage(tmp_path: Path,
     monkeypatch.setattr("kernreg.tuning.tuner.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     with tuned(tmp_path / "a.jsonl", slow := Counting(1), budget=1e9) as run:
         assert run.tune()
-    assert dict(slow.timings) == dict(measure.EFFORT)
+    assert {stage.partition(" ")[0]: effort for stage, effort in slow.timings} == dict(measure.EFFORT)
     with tuned(tmp_path / "b.jsonl", quick := Counting(1), budget=10.0) as run:
         assert run.tune()
         assert {stage for stage, _ in quick.timings} == {"quick", "full"}

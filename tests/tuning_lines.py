@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -71,3 +72,13 @@ def chosen(text: str, row: int = 0) -> str:
         ":".join([entry.use.kernel, *map(str, entry.use.config.values())]) + (f"<={entry.high}" if entry.high else "")
         for entry in entries
     )
+
+
+def timings(results: Iterable[Result]) -> Counter[tuple[str, str, str, str]]:
+    """How often each variant was timed, screened or out, by stage, row and cell."""
+    return Counter((r.stage, r.row_key, r.cell_key, r.variant) for r in results)
+
+
+def nothing_twice(results: Iterable[Result]) -> bool:
+    """Nothing but what was timed again on purpose stands there twice."""
+    return all(count == 1 or stage == "again" for (stage, *_), count in timings(results).items())

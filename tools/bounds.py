@@ -23,7 +23,7 @@ import kernreg
 from kernreg import registry
 from kernreg.contract import FactValue
 from kernreg.tuning import grids
-from kernreg.tuning.cells import Cell, Grid, Rotation
+from kernreg.tuning.cells import COLD_BYTES, Cell, Grid, Rotation
 
 LAYERS = 8
 MARKER = "at::"  # PyTorch's own kernels
@@ -82,7 +82,8 @@ def profiled() -> None:
     kernels = registry.default()
     for _, cell in cells():
         grid: Grid = grids.grid(kernels, cell.op)
-        rotation = Rotation.make(grid, replace(cell, touched=int(4e8)), "cuda")  # one copy: the profiler flushes the caches
+        # two copies, one to warm up and one to profile: the profiler flushes the caches itself
+        rotation = Rotation.make(grid, replace(cell, touched=int(COLD_BYTES)), "cuda")
         facts: Mapping[str, Any] = cell.facts
         plan = kernreg.bind(grid.op, device="cuda", **facts).warmup()
         plan(**rotation.calls[0])

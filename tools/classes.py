@@ -5,7 +5,8 @@
 
 Facts with a default may be left out; values with commas stand for every combination; an op may have several --facts. Several
 keys of an op also get the classes of variants that agree on all of them. Variants run in processes of their own, as many as
-there are cores. Exit status: 0, or 1 when a variant has no fingerprint: it fails, races, or depends on its batch.
+there are cores, but no more than 16. Exit status: 0, 1 when a variant has no fingerprint (it fails, races, or depends on its
+batch), 2 when a name or value on the command line is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kernreg import device as devices
 from kernreg.cli import UsageError, parse_key
 from kernreg.contract import ContractError, FactValue, Op, Variant, format_facts
 from kernreg.device import Device
+from kernreg.evidence import installed_triton
 from kernreg.numerics import class_id, classes, facts_key
 from kernreg.registry import Registry, UnknownError
 from kernreg.render import show, table
@@ -40,7 +42,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; may be repeated")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (in Triton's interpreter under TRITON_INTERPRET=1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found")
-    parser.add_argument("--processes", type=int, help="as many as there are cores, if left out")
+    parser.add_argument("--processes", type=int, help="as many as there are cores, but no more than 16, if left out")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one variant, compiling included")
     parser.add_argument("--registry", default="", metavar="MODULE:FUNCTION", help="makes the registry to use")
     return parser.parse_args(argv)
@@ -123,15 +125,9 @@ def serving(
 
 
 def software() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
-    found = {}
-    for name in ("torch", "triton"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"torch": version("torch"), "triton": installed_triton() or "not installed"}
 
 
 def collect(

@@ -1,13 +1,13 @@
 """What the policy chooses beside SGLang's public kernels, on the same tensors in one run; needs a GPU and SGLang's kernels.
 
-    python tools/compare.py                          every section, into tools/measurements/<device>.compare.jsonl
+    python tools/compare.py                          every section, into tools/comparisons/<device>.jsonl
     python tools/compare.py kda gdn --limit-seconds 200
 
 Sections: `gdn` and `kda` (the keys that are quoted most), `gdn-grid` and `kda-grid` (wide grids), `step` (whole decoding
 steps in one CUDA graph), `errors` (each side against float64). Times are medians of replayed CUDA graphs with a cold L2,
 contestants interleaved in shuffled rounds. The limit is the bytes that must move over the copy bandwidth, which the run
 measures first.
-The file is written anew when a run is complete, and in steps beside it before.
+The file is replaced when a run is complete; until then the lines stand beside it. Lines of sections that were not run stay.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from kernreg.evidence import installed_source
 from kernreg.tuning import grids
 from kernreg.tuning.cells import Cell, Grid, Rotation
 from kernreg.tuning.measure import Watch, percentiles, shuffled_rounds, software
+from kernreg.tuning.screen import Failure
 from kernreg.tuning.tuner import now
 
-FOLDER = Path(__file__).resolve().parent / "measurements"
+FOLDER = Path(__file__).resolve().parent / "comparisons"
 OURS = "kernreg"
 REGISTRY = registry.default()
 Runs = Mapping[str, Callable[[], None]]
@@ -107,9 +108,12 @@ class Comparison:
     command: str
     bandwidth: float = 0.0
     lines: list[dict[str, Any]] = field(default_factory=list)
+    stopped: bool = False
 
     def late(self) -> bool:
-        return time.monotonic() > self.limit
+        """Asked before each comparison that is still to come."""
+        self.stopped = self.stopped or time.monotonic() > self.limit
+        return self.stopped
 
     def write(self, **line: Any) -> None:
         device = {"id": self.device.id, "name": self.device.name, "arch": self.device.arch_name, "sms": self.device.sms}
@@ -129,7 +133,7 @@ def measured(variants: Mapping[str, str]) -> dict[str, Any]:
     return {"variants": dict(variants), "digests": digests}
 
 
-def compare_cell(run: Comparison, section: str, grid: Grid, rotation: Rotation, tried: Mapping[str, str] | None = None) -> None:
+def compare_cell(run: Comparison, section: str, grid: Grid, rotation: Rotation) -> None:
     """Time the plan's choice and every public variant on one cell, and write the line."""
     cell = rotation.cell
     plan = plan_of(grid.op, cell.facts)
@@ -151,9 +155,9 @@ def compare_cell(run: Comparison, section: str, grid: Grid, rotation: Rotation, 
             call(**rotation.calls[0])
             usable[name] = walk(call)
         except Exception as error:
-            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             if name == OURS:
                 raise
+            failed[name] = Failure.of("launch", error).reason
     times = replayed(usable, rotation.reset if rotation.kept else None)
     us = {name: [round(part / cell.copies, 3) for part in parts] for name, parts in times.items()}
     theirs = min((name for name in us if name != OURS), key=lambda name: us[name][1], default=None)
@@ -383,7 +387,10 @@ def _whole(op: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def compare_errors(run: Comparison) -> None:
-    """The largest error against float64 of each side, as a part of what the contract allows."""
+    """The largest error against float64 of each side, as a part of what the contract allows.
+
+    broken: checks of what must be exact and is not, and of errors that are no number.
+    """
     for name, case in error_cases():
         if run.late():
             return
@@ -392,15 +399,17 @@ def compare_errors(run: Comparison) -> None:
         reference = REGISTRY.load(REGISTRY.kernel(name, "torch.reference"))
         sides = {OURS: plan_of(op, case.facts), **_to_check(public_kernels.variants(name))}
         worst: dict[str, dict[str, float]] = {}
+        broken: dict[str, list[str]] = {}
         for side, call in sides.items():
-            checks = op.samples.parity(call, reference, inputs)
-            worst[side] = {
-                c.name.partition(" of ")[0]: float(f"{c.worst:.3g}") for c in checks if math.isfinite(c.worst) and c.worst
-            }
+            found = {c.name.partition(" of ")[0]: c.worst for c in op.samples.parity(call, reference, inputs)}
+            worst[side] = {check: float(f"{error:.3g}") for check, error in found.items() if math.isfinite(error) and error}
+            broken[side] = [check for check, error in found.items() if not math.isfinite(error)]
         chosen = plan_of(op, case.facts).explain(case.batch).variant.id
-        run.write(section="errors", op=name, case=case.id, batch=case.batch, **measured({name: chosen}), worst=worst)
-        for side, found in worst.items():
-            print(f"error {name} {case.id} {side}: {format_facts((k, f'{v:.3g}') for k, v in found.items())}", flush=True)
+        line = {"section": "errors", "op": name, "case": case.id, "batch": case.batch, **measured({name: chosen})}
+        run.write(**line, worst=worst, broken=broken)
+        for side, errors in worst.items():
+            text = format_facts((check, f"{error:.3g}") for check, error in errors.items())
+            print(f"error {name} {case.id} {side}: {text}", *(f"broken: {check}" for check in broken[side]), flush=True)
 
 
 def _to_check(public: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -415,6 +424,12 @@ def _to_check(public: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..
 # --- command line
 
 
+def lines_of_others(path: Path, sections: Iterable[str]) -> list[str]:
+    """The lines of a file that are of none of these sections."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if json.loads(line)["section"] not in sections]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = (*SECTIONS, "step", "errors")
@@ -426,11 +441,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("needs a GPU")
     if reason := public_kernels.available():
         parser.error(reason)
-    output = args.output or FOLDER / f"{device.id}.compare.jsonl"
+    output = args.output or FOLDER / f"{device.id}.jsonl"
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_suffix(".partial")
     command = " ".join(["tools/compare.py", *(sys.argv[1:] if argv is None else argv)])
     with partial.open("w", encoding="utf-8") as out:
+        out.writelines(lines_of_others(output, ("copy", *(args.sections or names))))
         versions = software(Watch(device.uuid))
         run = Comparison(device, out, time.monotonic() + args.limit_seconds, versions, command)
         run.bandwidth = copy_bandwidth()
@@ -443,7 +459,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compare_steps(run)
             else:
                 compare_errors(run)
-    if run.late():
+    if run.stopped:
         print(f"stopped before the end; what there is: {partial}")
         return 3
     os.replace(partial, output)

@@ -17,7 +17,7 @@ import difflib
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace, registry: Registry) -> int:
                 shard(grid(registry, op), args.shard),
                 journal,
                 bench,
-                run_of(args, journal, op, device.id),
+                run_of(args, journal, op, device.id, versions),
                 versions,
                 " ".join(["tools/tune.py", *args.told]),
                 incumbents(policy, op, device.id),
@@ -122,13 +122,15 @@ def measure(args: argparse.Namespace, registry: Registry) -> int:
                 status = max(status, report_plan(tuner) if args.dry_run else tune(tuner))
         finally:
             bench.close()
+    if not args.dry_run:
+        report_time(tuners, time.monotonic() - began)
     return status
 
 
-def run_of(args: argparse.Namespace, journal: Journal, op: str, device: str) -> str:
-    """The run that is measured: the one asked for, a new one, or the last one, which goes on."""
+def run_of(args: argparse.Namespace, journal: Journal, op: str, device: str, versions: Mapping[str, str]) -> str:
+    """The run that is measured: the one asked for, a new one, or the last one, which goes on if the software is the same."""
     fresh: str = args.run or now()
-    return fresh if args.again or args.run else last_run(journal.results, op, device) or fresh
+    return fresh if args.again or args.run else last_run(journal.results, op, device, versions) or fresh
 
 
 def bench_of(args: argparse.Namespace, device: Device) -> Bench:
@@ -172,6 +174,14 @@ def report_plan(tuner: Tuner) -> int:
     cells = f"{len(tuner.grid.cells)} cells, {len(anchors)} of them anchors"
     print(f"{tuner.grid.op.name} on {tuner.device}: {cells}, {trials} quick timings")
     return DONE
+
+
+def report_time(tuners: Sequence[Tuner], seconds: float) -> None:
+    names = dict.fromkeys(what for tuner in tuners for what in tuner.spent)
+    spent = {what: sum(tuner.spent.get(what, 0.0) for tuner in tuners) for what in names}
+    cells = sum(len(tuner.grid.cells) for tuner in tuners)
+    stages = ", ".join(f"{what} {took:.0f} s" for what, took in spent.items())
+    console.print(f"{len(tuners)} ops, {cells} cells in {seconds:.0f} s: {stages}", highlight=False)
 
 
 def report_failures(lines: Sequence[Result]) -> None:
@@ -230,9 +240,13 @@ class Show:
 def rebuild(args: argparse.Namespace, registry: Registry) -> int:
     device = FAKE.id if args.fake_timer is not None else args.device
     paths = [path for path in journals(args, device) if path.exists()]
-    results = [r for r in read(*paths) if (not args.op or r.op in args.op) and device in (None, r.device["id"])]
+    wanted = [r for r in read(*paths) if (not args.op or r.op in args.op) and device in (None, r.device["id"])]
+    results = [r for r in wanted if is_offered(registry, r)]
+    if left := sorted({r.variant for r in wanted} - {r.variant for r in results}):
+        text = f"{left[0]}{f' and {len(left) - 1} other variants' if len(left) > 1 else ''}"
+        console.print(f"left out: results of {text}, which no backend offers any more", highlight=False, markup=False)
     if not results:
-        raise ValueError(f"no results in {', '.join(map(str, paths)) or 'any journal'}")
+        raise ValueError(f"no results of present kernels in {', '.join(map(str, paths)) or 'any journal'}")
     previous = args.policy.read_text(encoding="utf-8") if args.policy.exists() else None
     text = build(results, previous=previous, installed=installed(registry, results))
     problems = [p for p in lint(parse(text, args.policy), registry) if p.severity == "error"]
@@ -245,12 +259,19 @@ def rebuild(args: argparse.Namespace, registry: Registry) -> int:
         console.print(f"[red]error[/] {problem}", highlight=False)
     if problems:
         return FAILED
+    console.print(f"price of determinism: {price(parse(text, args.policy), results)}", highlight=False, markup=False)
     if previous == text:
         console.print(f"{args.policy} is up to date", highlight=False)
     elif not args.dry_run:
         write(args.policy, text)
         console.print(f"wrote {args.policy}", highlight=False)
     return DONE
+
+
+def is_offered(registry: Registry, result: Result) -> bool:
+    """Is the variant still one that could be chosen?"""
+    kernels = {kernel.name: kernel for kernel in registry.kernels(result.op)} if result.op in registry.ops else {}
+    return result.use in kernels and kernels[result.use].config_error(result.config) is None
 
 
 def installed(registry: Registry, results: Sequence[Result]) -> dict[str, dict[str, str]]:
@@ -263,6 +284,14 @@ def installed(registry: Registry, results: Sequence[Result]) -> dict[str, dict[s
 
 
 # --- compare
+
+
+def price(policy: Policy, results: Sequence[Result]) -> str:
+    """What the policy's choice costs against the fastest variant of each cell, in words."""
+    found = prices(results, policy)
+    worst = found.worst
+    where = f", worst {worst.regret:.3f} ({worst.where}: {worst.taken} against {worst.best})" if worst else ""
+    return f"{len(found.priced)} of {found.cells} cells, median {found.median:.3f}{where}"
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -278,10 +307,7 @@ def compare(args: argparse.Namespace) -> None:
         plain = flips(first, second)
         print(f"plain arg-min: the winner flips in {plain.flipped} of {plain.cells} cells{percent(plain.flipped, plain.cells)}")
     for side, policy, results in zip(args.sides, policies, measured, strict=True):
-        found = prices(results or known, policy)
-        worst = found.worst
-        where = f", worst {worst.regret:.3f} ({worst.where}: {worst.taken} against {worst.best})" if worst else ""
-        print(f"price of determinism in {side}: {len(found.priced)} of {found.cells} cells, median {found.median:.3f}{where}")
+        print(f"price of determinism in {side}: {price(policy, results or known)}")
 
 
 def results_of(side: str) -> list[Result]:

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 
-def jit(*, vectors: Sequence[str] = ()) -> Callable[[Callable[..., None]], Mapping[str, Any]]:
+def jit(
+    *, vectors: Sequence[str] = (), compiler: Callable[..., Any] = triton.jit
+) -> Callable[[Callable[..., None]], Mapping[str, Any]]:
     """Decorator: a kernel as {"aligned": ..., "any": ...}, one binary for a static key whatever the arguments are.
 
     Triton compiles anew when an integer becomes 1 or a multiple of 16, or a pointer leaves a 16-byte boundary, and the new
@@ -23,7 +25,7 @@ def jit(*, vectors: Sequence[str] = ()) -> Callable[[Callable[..., None]], Mappi
     - strides of `vectors` come divided by 16 bytes under "aligned" (see `stride_unit`) and the kernel multiplies them back,
       which is how the compiler learns that they are whole vectors.
 
-    Pick by the fact: ``kernel[layout][grid](...)``.
+    `compiler` is Triton's or Gluon's. Pick by the fact: ``kernel[layout][grid](...)``.
     """
 
     def compile_both(function: Callable[..., None]) -> Mapping[str, Any]:
@@ -33,7 +35,7 @@ def jit(*, vectors: Sequence[str] = ()) -> Callable[[Callable[..., None]], Mappi
         if not set(vectors) <= set(pointers):
             raise TypeError(f"{function.__name__}: no pointers named {sorted(set(vectors) - set(pointers))}")
         return {
-            layout: triton.jit(
+            layout: compiler(
                 do_not_specialize=integers,
                 do_not_specialize_on_alignment=[name for name in pointers if layout == "any" or name not in vectors],
             )(function)

@@ -41,16 +41,22 @@ def gdn_ring_commit(facts: Facts, device: Device, config: Config) -> str | None:
 def whole_ring(facts: Facts, device: Device, config: Config) -> str | None:
     """The keys of the whole ring are one operand: they pass through the registers at once."""
     keys_of_ring = _number(facts["ring"]) * _number(facts["k_dim"])
-    if keys_of_ring > 2048 * _number(config["num_warps"]):
+    if keys_of_ring > 4096 * _number(config["num_warps"]):
         return f"num_warps={config['num_warps']} cannot hold ring={facts['ring']} keys of k_dim={facts['k_dim']} at once"
     return gdn_ring_commit(facts, device, config)
 
 
 def tile_in_registers(facts: Facts, device: Device, config: Config) -> str | None:
-    """A thread's part of a [BV, k_dim] tile: beyond 128 elements it spills; below 32 four warps do."""
-    elements = _elements(facts, config)
-    if elements > 128 or (elements < 32 and _number(config["num_warps"]) > 4):
-        return f"BV={config['BV']} gives a thread {elements} elements of a tile; 32 to 128 are sensible"
+    """A thread's part of a [BV, k_dim] tile: beyond 64 elements a K of 128 or less spills, and no K holds more than 128."""
+    elements, most = _elements(facts, config), 64 if _number(facts["k_dim"]) <= 128 else 128
+    if elements > most:
+        return f"BV={config['BV']} gives a thread {elements} elements of a tile; up to {most} are sensible"
+    return gdn_ring_commit(facts, device, config)
+
+
+def gdn_products(facts: Facts, device: Device, config: Config) -> str | None:
+    if _number(config["BV"]) > 64 and _number(config["ahead"]):
+        return f"ahead={config['ahead']} keeps a tile in registers beside its sums: for BV=64 only, got BV={config['BV']}"
     return gdn_ring_commit(facts, device, config)
 
 
@@ -65,9 +71,7 @@ def _number(value: object) -> int:
 # (columns a tile, tiles a program, pipeline stages, registers): one tile for few rows, many for full chips
 _VERIFY_SHAPES = (
     *((16, 1, 1, 255), (32, 1, 1, 255)),
-    *((32, 2, 1, 168), (32, 2, 3, 168), (16, 4, 3, 128)),
-    *((32, 4, 1, 128), (32, 4, 1, 168), (32, 4, 3, 128), (32, 4, 3, 168)),
-    *((16, 8, 3, 128), (16, 8, 3, 168)),
+    *((16, 2, 1, 168), (32, 4, 1, 168), (16, 8, 3, 168)),
 )
 
 
@@ -90,11 +94,32 @@ def kda(facts: Facts, device: Device, config: Config) -> str | None:
     return where(facts, device) or keys(facts) or _tile_in_registers(facts, config, 128)
 
 
+# (columns a tile, tiles a program, next tile ahead, warps, registers): one tile for few rows, whole heads for full chips
+_FUSED_SHAPES = (
+    *((32, 1, False, 4, 128), (64, 1, False, 4, 168), (128, 1, False, 8, 128)),
+    *((64, 2, False, 4, 128), (64, 2, True, 4, 128)),
+)
+
+
 def kda_fused(facts: Facts, device: Device, config: Config) -> str | None:
+    columns, tiles, v = _number(config["BV"]), _number(config["tiles"]), _number(facts["v_dim"])
     if facts["window"] != "chain":
         return f"serves windows of exactly T tokens in a chain, got window={facts['window']}"
-    # beside the tile, the convolution needs registers
-    return where(facts, device) or keys(facts) or _tile_in_registers(facts, config, 64)
+    if _number(facts["draft"]) > 16:
+        return f"records of up to 16 tokens fit into shared memory, got draft={facts['draft']}"
+    if (columns, tiles, config["ahead"], config["num_warps"], config["registers"]) not in _FUSED_SHAPES:
+        return "not one of the combinations of BV, tiles, ahead, num_warps and registers that are built"
+    if (tiles - 1) * columns >= v:
+        return f"{tiles} tiles of {columns} columns are more than v_dim={v} has"
+    return _gluon(device) or where(facts, device) or keys(facts) or _tile_in_registers(facts, config, 64)
+
+
+def kda_shared(facts: Facts, device: Device, config: Config) -> str | None:
+    return _gluon(device) or where(facts, device) or keys(facts) or _tile_in_registers(facts, config, 64)
+
+
+def _gluon(device: Device) -> str | None:
+    return f"Gluon needs an NVIDIA GPU, this is {device.platform}" if device.platform != "cuda" else None
 
 
 def _tile_in_registers(facts: Facts, config: Config, elements: int) -> str | None:

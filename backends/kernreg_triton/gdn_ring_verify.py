@@ -169,6 +169,16 @@ def _history_products(
 
 
 @triton.jit
+def _history_weights(
+    history, i_j, behind, x, M: tl.constexpr, L: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """exp(h_j) k_j . x of the same records as operands, and the sum of g behind the ones before them."""
+    b_h, behind = _history_decays(history, i_j, behind, L)
+    b_w = _history_products(history, i_j, x, M, L, K, LOW, DOT)
+    return split(b_w * b_h[None, :], DOT), behind
+
+
+@triton.jit
 def _history_decays(history, i_j, behind, L: tl.constexpr):
     """exp(h_j) for the same records, and the sum of g behind the ones before them; `behind` is theirs. Sums are fp64."""
     o_j = history.n - 1 - i_j - tl.arange(0, CHUNK)
@@ -248,35 +258,57 @@ def _prefetch(p):
 
 
 @triton.jit
-def _prefetch_state(i_v, p_s, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ASM: tl.constexpr):
-    """The state of tile i_v, or of the last row where there is no such tile."""
+def _prefetch_rows(p_x, K: tl.constexpr, ASM: tl.constexpr):
+    """Rows of K elements from p_x on."""
     if ASM:
-        BITS: tl.constexpr = p_s.dtype.element_ty.primitive_bitwidth
-        LINE: tl.constexpr = 1024 // BITS if K * BITS > 1024 else K
-        o_v = tl.minimum(i_v * BV + tl.arange(0, BV), V - 1)
-        _prefetch(p_s + o_v[:, None] * K + (tl.arange(0, K // LINE) * LINE)[None, :])
+        LINE: tl.constexpr = 1024 // p_x.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = (K + LINE - 1) // LINE
+        _prefetch(p_x[:, None] + (tl.arange(0, LINES) * LINE)[None, :])
+
+
+@triton.jit
+def _prefetch_keys(history, L: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr, ASM: tl.constexpr):
+    """k_j of the newest CHUNK records; the first record's where there are none."""
+    if ASM:
+        o_r = ((history.base + tl.maximum(history.n - 1 - tl.arange(0, CHUNK), 0)) & (L - 1)) * K
+        _prefetch_rows(history.p_k + o_r, K, ASM)
+        if LOW:
+            _prefetch_rows(history.p_k_low + o_r, K, ASM)
+
+
+@triton.jit
+def _prefetch_state(
+    i_v, last, p_s, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The state of TILES tiles from i_v on, none past tile last - 1."""
+    if ASM:
+        LINE: tl.constexpr = 1024 // p_s.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = (TILES * BV * K + LINE - 1) // LINE
+        end = tl.minimum(last * (BV * K), V * K) - 1
+        _prefetch(p_s + tl.minimum(i_v * (BV * K) + tl.arange(0, LINES) * LINE, end))
 
 
 @triton.jit
 def _prefetch_values(
-    i_v, p_v, stride_v, length, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ASM: tl.constexpr
+    i_v, p_v, stride_v, length, V: tl.constexpr, BT: tl.constexpr, COLUMNS: tl.constexpr, BV: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """The window's values in tile i_v."""
+    """The window's values in COLUMNS columns from tile i_v on."""
     if ASM:
-        _prefetch(p_v + tl.minimum(tl.arange(0, BT), length - 1) * stride_v + tl.minimum(i_v * BV, V - 1))
+        p_t = p_v + tl.minimum(tl.arange(0, BT), length - 1) * stride_v + tl.minimum(i_v * BV, V - 1)
+        _prefetch_rows(p_t, COLUMNS if COLUMNS < V else V, ASM)
 
 
 @triton.jit
 def _prefetch_updates(
-    i_v, i_j, history, L: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, ASM: tl.constexpr
+    i_v, i_j, history, L: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """u_j of the CHUNK records before the newest i_j in tile i_v; the first record's where there are none."""
+    """u_j of the CHUNK records before the newest i_j in COLUMNS columns from tile i_v on; the first record's where there are none."""
     if ASM:
         o_j = tl.maximum(history.n - 1 - i_j - tl.arange(0, CHUNK), 0)
         o_r = ((history.base + o_j) & (L - 1)) * V + tl.minimum(i_v * BV, V - 1)
-        _prefetch(history.p_u + o_r)
+        _prefetch_rows(history.p_u + o_r, COLUMNS if COLUMNS < V else V, ASM)
         if LOW:
-            _prefetch(history.p_u_low + o_r)
+            _prefetch_rows(history.p_u_low + o_r, COLUMNS if COLUMNS < V else V, ASM)
 
 
 @triton.jit
@@ -309,19 +341,18 @@ def _zero_tokens(p_o, first, last, step, o_v, HV: tl.constexpr, V: tl.constexpr)
 def _tile(
     i_v, b_s, x, w, z, h, factors, behind, history, p_v, stride_v, p_o, length, records,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    LONG: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr,
+    LOW: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and records u of tile i_v. LONG: the history goes on behind the records that w weighs."""
+    """Outputs and records u of tile i_v. w: weights of the newest records, CHUNK by CHUNK; older ones are weighed anew."""
     o_v, o_t = tl.arange(0, BV), tl.arange(0, BT)
     m_v = _columns(i_v, o_v, V, BV)
     b_x = h * _product(x, _parts(b_s, DOT), tl.zeros([2 * BT, BV], tl.float32), TRANS=True)
-    b_x = _product(w, _history_updates(history, 0, i_v * BV, o_v, m_v, L, V, LOW, DOT), b_x)
-    if LONG:
-        for i_j in range(CHUNK, history.n, CHUNK):
-            _prefetch_updates(i_v, i_j + CHUNK, history, L, V, BV, LOW, DOT == tl.bfloat16)
-            b_h, behind = _history_decays(history, i_j, behind, L)
-            b_w = _history_products(history, i_j, x, 2 * BT, L, K, LOW, DOT) * b_h[None, :]
-            b_x = _product(split(b_w, DOT), _history_updates(history, i_j, i_v * BV, o_v, m_v, L, V, LOW, DOT), b_x)
+    for i in tl.static_range(len(w)):
+        b_x = _product(w[i], _history_updates(history, i * CHUNK, i_v * BV, o_v, m_v, L, V, LOW, DOT), b_x)
+    if (len(w) > 1) and (len(w) * CHUNK < L):
+        for i_j in range(len(w) * CHUNK, history.n, CHUNK):
+            w_j, behind = _history_weights(history, i_j, behind, x, 2 * BT, L, K, LOW, DOT)
+            b_x = _product(w_j, _history_updates(history, i_j, i_v * BV, o_v, m_v, L, V, LOW, DOT), b_x)
 
     m_o = (o_t < length)[:, None] & m_v[None, :]
     b_v = tl.load(p_v + i_v * BV + o_t[:, None] * stride_v + o_v[None, :], mask=m_o, other=0.0).to(tl.float32)
@@ -347,7 +378,7 @@ def _chunked(
     stride_slots: tl.int64, stride_rows: tl.int64, stride_cu: tl.int64,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, DRAFT: tl.constexpr,
     LOW: tl.constexpr, UNIT_ACT: tl.constexpr, UNIT_STATE: tl.constexpr, UNIT_RING: tl.constexpr,
-    BT: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A program verifies a row's window in TILES tiles of BV columns of a value head; grid (B * HV * blocks of tiles)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -361,39 +392,37 @@ def _chunked(
 
     slot, row = load_index(p_slots, i_b, stride_slots), load_index(p_rows, i_b, stride_rows)
     begin, end = load_index(p_cu, i_b, stride_cu), load_index(p_cu, i_b + 1, stride_cu)
+    first_token, last_token = load_index(p_cu, i_b * 0, stride_cu), load_index(p_cu, B, stride_cu)
     live = (slot > null_slot) & (slot >= 0) & (slot < S) & (row >= 0) & (row < R)
     live = live & (begin >= 0) & (begin <= end) & (end <= N) & (end - begin <= DRAFT)
     # tokens outside of all windows are shared among the rows; a padding row has its own to clear
     p_o += i_hv * V
     o_z = i_s * (TILES * BV) + tl.arange(0, TILES * BV)
-    _zero_tokens(p_o, i_b.to(tl.int64), tl.minimum(load_index(p_cu, i_b * 0, stride_cu), N), B, o_z, HV, V)
-    _zero_tokens(p_o, tl.maximum(load_index(p_cu, B, stride_cu), 0) + i_b, N, B, o_z, HV, V)
+    _zero_tokens(p_o, i_b.to(tl.int64), tl.minimum(first_token, N), B, o_z, HV, V)
+    _zero_tokens(p_o, tl.maximum(last_token, 0) + i_b, N, B, o_z, HV, V)
     if not live:
         _zero_tokens(p_o, tl.maximum(begin, 0), tl.minimum(end, N), 1, o_z, HV, V)
     if not live or begin == end:
         return
 
-    # loads that wait for nothing else come first
-    n, base = tl.load(p_write_pos + row), tl.load(p_base + row)
+    # what lies in memory is on its way to L2 before anything waits for it: first what needs the row alone, then the history
     length = (end - begin).to(tl.int32)
+    p_s = p_state + slot * (stride_state * UNIT_STATE) + i_hv * (V * K)
+    _prefetch_state(i_s * TILES, i_s * TILES + TILES, p_s, K, V, BV, AHEAD, ASM)
+    n, base = tl.load(p_write_pos + row), tl.load(p_base + row)
     o_m, o_k, o_c = tl.arange(0, M), tl.arange(0, K), tl.arange(0, BT)
     o_t = o_m & (BT - 1)
     is_key = o_m < BT
     m_t = o_t < length
-    p_s = p_state + slot * (stride_state * UNIT_STATE) + i_hv * (V * K)
-    if TILES == 1:
-        b_s = _load_state(i_s, p_s, K, V, BV)
-    else:
-        _prefetch_state(i_s * TILES, p_s, K, V, BV, ASM)
     p_x = tl.where(is_key, p_k + i_h * (stride_k_h * UNIT_ACT), p_q + i_h * (stride_q_h * UNIT_ACT))
-    p_x += (begin + o_t) * (tl.where(is_key, stride_k_n, stride_q_n) * UNIT_ACT)
-    b_raw = tl.load(p_x[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
+    p_x += (begin + tl.minimum(o_t, length - 1)) * (tl.where(is_key, stride_k_n, stride_q_n) * UNIT_ACT)
+    _prefetch_rows(p_x, K, ASM)
     b_a = tl.load(p_a + (begin + o_t) * stride_a_n + i_hv, mask=m_t, other=0.0).to(tl.float32)
     b_b = tl.load(p_b + (begin + o_t) * stride_b_n + i_hv, mask=m_t, other=0.0).to(tl.float32)
     A_log, dt_bias = tl.load(p_A_log + i_hv), tl.load(p_dt_bias + i_hv)
     stride_v = stride_v_n * UNIT_ACT
     p_v += begin * stride_v + i_hv * (stride_v_h * UNIT_ACT)
-    _prefetch_values(i_s * TILES, p_v, stride_v, length, V, BT, BV, ASM)
+    _prefetch_values(i_s * TILES, p_v, stride_v, length, V, BT, TILES * BV, BV, ASM)
 
     # a row whose history leaves no room for its window writes zeros and no records
     fits = (n >= 0) & (n <= L - length)
@@ -412,15 +441,17 @@ def _chunked(
         p_u_low,
         p_ring_g + row * stride_g + i_hv * L,
     )
-    _prefetch_updates(i_s * TILES, 0, history, L, V, BV, LOW, ASM)
-
+    _prefetch_keys(history, L, K, LOW, ASM)
+    _prefetch_updates(i_s * TILES, 0, history, L, V, TILES * BV, BV, LOW, ASM)
+    b_h, behind = _history_decays(history, 0, tl.zeros([], tl.float64), L)
+    h = _history_decay(history, L)
     b_g, b_p = _decays(b_a, m_t, is_key, A_log, dt_bias)
     b_beta = _sigmoid(b_b)
+
+    b_raw = tl.load(p_x[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
     x = _parts(b_raw, DOT)
-    b_w = _history_products(history, 0, x, M, L, K, LOW, DOT)
-    b_h, behind = _history_decays(history, 0, tl.zeros([], tl.float64), L)
-    w = split(b_w * b_h[None, :], DOT)
-    h = _history_decay(history, L)
+    w_0 = split(_history_products(history, 0, x, M, L, K, LOW, DOT) * b_h[None, :], DOT)
+    w = (w_0,)
 
     b_gram = _product(x, x, tl.zeros([M, M], tl.float32), TRANS=True)
     b_norm = 1.0 / tl.sqrt(tl.sum(tl.where(o_m[:, None] == o_m[None, :], b_gram, 0.0), 1) + EPS)
@@ -446,25 +477,30 @@ def _chunked(
     p_o += begin * (HV * V)
     first, last = i_s * TILES, tl.minimum(i_s * TILES + TILES, NV)
     if L > CHUNK and n > CHUNK:
+        for i_j in range(CHUNK, n, CHUNK):
+            _prefetch_updates(i_s * TILES, i_j, history, L, V, TILES * BV, BV, LOW, ASM)
+        w_1, behind = _history_weights(history, CHUNK, behind, x, M, L, K, LOW, DOT)
+        w_long = (w_0, w_1)
+        if L > 2 * CHUNK:
+            w_2, behind = _history_weights(history, 2 * CHUNK, behind, x, M, L, K, LOW, DOT)
+            w_3, behind = _history_weights(history, 3 * CHUNK, behind, x, M, L, K, LOW, DOT)
+            w_long = (w_0, w_1, w_2, w_3)
         for i_v in range(first, last):
-            if TILES > 1:
-                _prefetch_state(i_v + 1, p_s, K, V, BV, ASM)
-                b_s = _load_state(i_v, p_s, K, V, BV)
+            if AHEAD < TILES:
+                _prefetch_state(i_v + AHEAD, last, p_s, K, V, BV, 1, ASM)
+            b_s = _load_state(i_v, p_s, K, V, BV)
             _tile(
-                i_v, b_s, x, w, z, h, factors, behind, history, p_v, stride_v, p_o, length, records,
-                HV, K, V, L, BT, BV, True, LOW, DOT,
+                i_v, b_s, x, w_long, z, h, factors, behind, history, p_v, stride_v, p_o, length, records,
+                HV, K, V, L, BT, BV, LOW, DOT,
             )  # fmt: skip
     else:
         for i_v in tl.range(first, last, num_stages=STAGES):
-            if TILES > 1:
-                if STAGES == 1:
-                    _prefetch_state(i_v + 1, p_s, K, V, BV, ASM)
-                    _prefetch_values(i_v + 1, p_v, stride_v, length, V, BT, BV, ASM)
-                    _prefetch_updates(i_v + 1, 0, history, L, V, BV, LOW, ASM)
-                b_s = _load_state(i_v, p_s, K, V, BV)
+            if AHEAD < TILES:
+                _prefetch_state(i_v + AHEAD, last, p_s, K, V, BV, 1, ASM)
+            b_s = _load_state(i_v, p_s, K, V, BV)
             _tile(
                 i_v, b_s, x, w, z, h, factors, behind, history, p_v, stride_v, p_o, length, records,
-                HV, K, V, L, BT, BV, False, LOW, DOT,
+                HV, K, V, L, BT, BV, LOW, DOT,
             )  # fmt: skip
 
 
@@ -502,7 +538,7 @@ def chunked(
 ) -> torch.Tensor:
     """`kernreg.ops.gdn_ring_verify`, one warp per row, value head and `tiles` tiles of BV columns.
 
-    stages: of the loop over tiles, or 1 to prefetch into L2 instead. registers: at most so many a thread.
+    stages: of the loop over tiles, or 1 to ask for the state of all of them at the start. registers: at most so many a thread.
     """
     slots_in_pool, heads, columns, K = state.shape
     batch, ring_rows, L = slots.shape[0], ring_g.shape[0], ring_g.shape[2]
@@ -523,6 +559,7 @@ def chunked(
         BV=BV,
         TILES=tiles,
         STAGES=stages,
+        AHEAD=tiles if stages == 1 else 1,
         DOT=DOT,
         num_warps=1,
         num_stages=1,

@@ -1,9 +1,9 @@
-"""Triton kernels of `kernreg.ops.kda_chain_verify`: convolution and gates of all steps at once, then the recurrence.
+"""Triton kernel of `kernreg.ops.kda_chain_verify`: convolution and gates of all steps at once, then the recurrence.
 
 The first half, `_prepare`, does not depend on the recurrence. It leaves a *record* for each step and value head, fp32
 [q | k | decay | v | beta, k . q] with q and k normalised, in a scratch tensor; the second half, `_recur`, reads nothing else
-of a step. `unfused` launches the halves one after the other, `fused` runs both in one program for each V tile, on a scratch of
-its own. The arithmetic is the same, so are the bits.
+of a step. `unfused` launches the halves one after the other. `kda_chain_fused` has both in one launch, with the same arithmetic
+and so the same bits, and takes from here all that needs no layouts.
 
 No state is updated in place: all V tiles of a head read the same history, at times of their own.
 """
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kernreg_triton._common import jit, load_index, stride_unit, strides
 from kernreg_triton.kda_step import (
+    convolve,
     decay,
     inverse_norm,
     load_row,
@@ -42,19 +43,22 @@ PREPARE_WARPS = 4
 
 
 @triton.jit
-def _taps(x, past, parents, o_t, m_t, o_c, m_c, TREE: tl.constexpr):
+def taps_of(x, past, parents, o_t, m_t, o_c, m_c, TREE: tl.constexpr):
     """Inputs [TC, C] of channels o_c at steps o_t, and 1, 2 and 3 tokens before; before the window, the past state's."""
     p_x, stride_x = x
     p_past, stride_past_c, stride_past_w = past
     p_parents, stride_parents = parents
     back = o_t  # the step so many tokens before; negative before the window
-    short = tl.zeros_like(o_t)  # how far before the window
-    m = m_t[:, None] & m_c[None, :]
+    short = o_t * 0  # how far before the window
     taps = ()
-    for _ in tl.static_range(4):
+    for i in tl.static_range(4):
         p_inside = p_x + (back * stride_x)[:, None] + o_c[None, :]
-        p_before = p_past + ((3 - short) * stride_past_w)[:, None] + (o_c * stride_past_c)[None, :]
-        taps = taps + (tl.load(tl.where((back < 0)[:, None], p_before, p_inside), mask=m, other=0.0),)
+        b_x = tl.load(p_inside, mask=(m_t & (back >= 0))[:, None] & m_c[None, :], other=0.0)
+        if i > 0:
+            p_before = p_past + ((3 - short) * stride_past_w)[:, None] + (o_c * stride_past_c)[None, :]
+            b_before = tl.load(p_before, mask=(m_t & (back < 0))[:, None] & m_c[None, :], other=0.0)
+            b_x = tl.where((back < 0)[:, None], b_before, b_x)
+        taps = taps + (b_x,)
         if TREE:
             back = tl.load(p_parents + back * stride_parents, mask=m_t & (back >= 0), other=-1).to(tl.int64)
         else:
@@ -65,18 +69,17 @@ def _taps(x, past, parents, o_t, m_t, o_c, m_c, TREE: tl.constexpr):
 
 @triton.jit
 def _convolve(taps, p_weight, p_bias, o_c, m_c, BIAS: tl.constexpr):
-    """SiLU of the causal convolution [TC, C], rounded to the dtype of the inputs."""
-    b_y = tl.zeros_like(taps[0]).to(tl.float32)
-    if BIAS:
-        b_y += tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    weights = ()
     for j in tl.static_range(4):
-        b_w = tl.load(p_weight + o_c * 4 + j, mask=m_c, other=0.0).to(tl.float32)[None, :]
-        b_y = tl.fma(b_w, taps[3 - j].to(tl.float32), b_y)
-    return (b_y * sigmoid(b_y)).to(taps[0].dtype)
+        weights = weights + (tl.load(p_weight + o_c * 4 + j, mask=m_c, other=0.0),)
+    b_bias = None
+    if BIAS:
+        b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    return convolve(taps, weights, b_bias)
 
 
 @triton.jit
-def _store_window(window, taps, o_t, m_t, o_c, m_c):
+def store_window(window, taps, o_t, m_t, o_c, m_c):
     """The last 3 inputs after each step, oldest first."""
     p_window, stride_t, stride_c, stride_w = window
     p_cells = p_window + (o_t * stride_t)[:, None] + (o_c * stride_c)[None, :]
@@ -87,13 +90,13 @@ def _store_window(window, taps, o_t, m_t, o_c, m_c):
 @triton.jit
 def _prepare(
     x, past, parents, weights, window, gates, rings, p_record, scale, lower_bound, length, i_h, i_hv, o_v, m_v,
-    length_k, length_g, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SAFE: tl.constexpr,
+    length_k, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SAFE: tl.constexpr,
     RING: tl.constexpr, TREE: tl.constexpr, BIAS: tl.constexpr,
-    BV: tl.constexpr, BW: tl.constexpr, C: tl.constexpr, TC: tl.constexpr,
+    BW: tl.constexpr, C: tl.constexpr, TC: tl.constexpr,
 ):  # fmt: skip
     """Records of a row's steps for value head i_hv and columns o_v, their windows, and ring entries.
 
-    What several programs know is stored by one: q, k and their windows where length_k is not 0, g and beta where length_g is.
+    What the value heads of a key head share, one stores: q, k and their windows, where length_k is not 0.
     """
     p_weight, p_bias = weights
     p_a, stride_a, p_b, stride_b, p_A_log, p_dt_bias = gates
@@ -105,11 +108,11 @@ def _prepare(
     o_v_c = 2 * H * K + i_hv * V + o_v
     for t_0 in range(0, T, TC):
         o_t = t_0 + tl.arange(0, TC).to(tl.int64)
-        m_t, m_t_k, m_t_g = o_t < length, o_t < length_k, o_t < length_g
+        m_t, m_t_k = o_t < length, o_t < length_k
         # every load before the first store, which nothing may pass
-        q_taps = _taps(x, past, parents, o_t, m_t, o_q_c, m_k, TREE)
-        k_taps = _taps(x, past, parents, o_t, m_t, o_k_c, m_k, TREE)
-        v_taps = _taps(x, past, parents, o_t, m_t, o_v_c, m_v, TREE)
+        q_taps = taps_of(x, past, parents, o_t, m_t, o_q_c, m_k, TREE)
+        k_taps = taps_of(x, past, parents, o_t, m_t, o_k_c, m_k, TREE)
+        v_taps = taps_of(x, past, parents, o_t, m_t, o_v_c, m_v, TREE)
         b_a = tl.load(p_a + o_t[:, None] * stride_a + (i_hv * K + o_k)[None, :], mask=m_t[:, None], other=0.0)
         b_b = tl.load(p_b + o_t * stride_b + i_hv, mask=m_t, other=0.0)
         b_q = _convolve(q_taps, p_weight, p_bias, o_q_c, m_k, BIAS)
@@ -119,14 +122,14 @@ def _prepare(
         b_g = log_decay(b_a.to(tl.float32), b_dt_bias, tl.load(p_A_log + i_hv), lower_bound, SAFE)
         b_beta = sigmoid(b_b.to(tl.float32))
 
-        _store_window(window, q_taps, o_t, m_t_k, o_q_c, m_k)
-        _store_window(window, k_taps, o_t, m_t_k, o_k_c, m_k)
-        _store_window(window, v_taps, o_t, m_t, o_v_c, m_v)
+        store_window(window, q_taps, o_t, m_t_k, o_q_c, m_k)
+        store_window(window, k_taps, o_t, m_t_k, o_k_c, m_k)
+        store_window(window, v_taps, o_t, m_t, o_v_c, m_v)
         if RING:
             tl.store(p_ring_k + (o_t * K)[:, None] + o_k[None, :], b_k, mask=m_t_k[:, None])
             tl.store(p_ring_v + (o_t * V)[:, None] + o_v[None, :], b_v, mask=m_t[:, None] & m_v[None, :])
-            tl.store(p_ring_g + (o_t * K)[:, None] + o_k[None, :], b_g, mask=m_t_g[:, None])
-            tl.store(p_ring_beta + o_t, b_beta, mask=m_t_g)
+            tl.store(p_ring_g + (o_t * K)[:, None] + o_k[None, :], b_g, mask=m_t[:, None])
+            tl.store(p_ring_beta + o_t, b_beta, mask=m_t)
 
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
         b_q *= (inverse_norm(sums(b_q * b_q, TC, K, C)) * scale)[:, None]
@@ -135,7 +138,7 @@ def _prepare(
         tl.store(p_cells, b_q, mask=m_t[:, None])
         tl.store(p_cells + K, b_k, mask=m_t[:, None])
         tl.store(p_cells + 2 * K, decay(b_g), mask=m_t[:, None])
-        p_cells = p_record + 3 * K + (o_t * RECORD)[:, None] + tl.arange(0, BV)[None, :]
+        p_cells = p_record + 3 * K + (o_t * RECORD)[:, None] + tl.arange(0, BW)[None, :]
         tl.store(p_cells, b_v.to(tl.float32), mask=m_t[:, None])
         p_cells = p_record + 3 * K + BW + o_t * RECORD
         tl.store(p_cells, b_beta, mask=m_t)
@@ -147,11 +150,11 @@ def _prepare(
 
 @triton.jit
 def _recur(
-    p_record, p_state, snapshot, parents, p_o, length, o_v, m_v, o_w,
+    p_record, p_state, snapshot, parents, p_o, length, o_v, m_v,
     T: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, RAGGED: tl.constexpr,
     TREE: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, C: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
-    """The delta rule over a row's records for columns o_v of a head, which are o_w in the record; p_o [T, HV, V] gets o."""
+    """The delta rule over a row's records for columns o_v of a head; p_o [T, HV, V] gets o."""
     p_snapshot, stride_snapshot_t = snapshot
     p_parents, stride_parents = parents
     RECORD: tl.constexpr = 3 * K + BW + 4
@@ -163,7 +166,7 @@ def _recur(
         q = load_row(p_t, C, K // C)
         k = load_row(p_t + K, C, K // C)
         b_decay = load_row(p_t + 2 * K, C, K // C)
-        b_v = tl.load(p_t + 3 * K + o_w)
+        b_v = tl.load(p_t + 3 * K + o_v)
         beta, kq = tl.load(p_t + 3 * K + BW), tl.load(p_t + 3 * K + BW + 1)
         if TREE:
             h = _parent_state(p_state, p_snapshot, stride_snapshot_t, tl.load(p_parents + t * stride_parents), o_v, K, V, C)
@@ -192,6 +195,16 @@ def _parent_state(p_state, p_snapshot, stride_t, parent, o_v, K: tl.constexpr, V
 
 
 @triton.jit
+def row_of(i_b, p_slots, p_conv_slots, p_window_rows, stride_slots, stride_conv_slots, stride_window_rows, S, CS, WR, null_slot):
+    """(is it no padding?, state slot, conv slot, window row) of batch row i_b."""
+    slot = load_index(p_slots, i_b, stride_slots)
+    conv_slot = load_index(p_conv_slots, i_b, stride_conv_slots)
+    window_row = load_index(p_window_rows, i_b, stride_window_rows)
+    live = (slot > null_slot) & (slot >= 0) & (slot < S) & (conv_slot > null_slot) & (conv_slot >= 0) & (conv_slot < CS)
+    return live & (window_row >= 0) & (window_row < WR), slot, conv_slot, window_row
+
+
+@triton.jit
 def _tree_in_range(parents, length, TP: tl.constexpr):
     """Is every step's parent -1 or an earlier step?"""
     p_parents, stride_parents = parents
@@ -213,23 +226,20 @@ def _chain(
     stride_cu: tl.int64, stride_parents_b: tl.int64, stride_parents_t: tl.int64,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SAFE: tl.constexpr,
     RING: tl.constexpr, RAGGED: tl.constexpr, TREE: tl.constexpr, BIAS: tl.constexpr, ALIGNED: tl.constexpr,
-    UNIT_ACT: tl.constexpr, UNIT_STATE: tl.constexpr, PREPARE: tl.constexpr, RECUR: tl.constexpr,
+    UNIT_ACT: tl.constexpr, UNIT_STATE: tl.constexpr, PREPARE: tl.constexpr,
     BV: tl.constexpr, BW: tl.constexpr, C: tl.constexpr, TC: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row, value head and V tile. Its records are those of its head (BW: all of V) or its own (BW = BV)."""
+    """One program for each row, value head and V tile; BW columns in a record."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    OWN: tl.constexpr = PREPARE and RECUR
     i_p = tl.program_id(0)
     i_v, i_hv, i_b = i_p % NV, i_p // NV % HV, (i_p // (NV * HV)).to(tl.int64)
     i_h = i_hv // (HV // H)
     o_v = i_v * BV + tl.arange(0, BV)
     m_v = o_v < V
 
-    slot = load_index(p_slots, i_b, stride_slots)
-    conv_slot = load_index(p_conv_slots, i_b, stride_conv_slots)
-    window_row = load_index(p_window_rows, i_b, stride_window_rows)
-    live = (slot > null_slot) & (slot >= 0) & (slot < S) & (conv_slot > null_slot) & (conv_slot >= 0) & (conv_slot < CS)
-    live = live & (window_row >= 0) & (window_row < WR)
+    live, slot, conv_slot, window_row = row_of(
+        i_b, p_slots, p_conv_slots, p_window_rows, stride_slots, stride_conv_slots, stride_window_rows, S, CS, WR, null_slot
+    )
     begin = i_b * T
     length = T
     if RAGGED:
@@ -243,18 +253,13 @@ def _chain(
         live = live & _tree_in_range(parents, length, TP)
     p_o += begin * (HV * V) + i_hv * V
     if not live:
-        if RECUR and not RAGGED:  # a ragged output starts as zeros: it may have tokens that no row covers
+        if not PREPARE and not RAGGED:  # a ragged output starts as zeros: it may have tokens that no row covers
             o_t = tl.arange(0, TP)
             p_cells = p_o + (o_t.to(tl.int64) * (HV * V))[None, :] + o_v[:, None]
             tl.store(p_cells, tl.zeros([BV, TP], p_o.dtype.element_ty), mask=m_v[:, None] & (o_t < T)[None, :])
         return
 
-    if OWN:
-        p_record = p_records + i_p.to(tl.int64) * (T * (3 * K + BW + 4))
-        o_w = tl.arange(0, BV)
-    else:
-        p_record = p_records + (i_b * HV + i_hv) * (T * (3 * K + BW + 4))
-        o_w = o_v
+    p_record = p_records + (i_b * HV + i_hv) * (T * (3 * K + BW + 4))
     if PREPARE:
         x = (p_qkv + begin * (stride_qkv * UNIT_ACT), stride_qkv * UNIT_ACT)
         past = (
@@ -275,22 +280,19 @@ def _chain(
                 p_ring_g + slot * (stride_ring_g * UNIT_STATE) + i_hv * L * K,
                 p_ring_beta + slot * stride_ring_beta + i_hv * L,
             )
-        length_g = tl.where(i_v == 0, length, 0)
-        length_k = tl.where(i_hv % (HV // H) == 0, length_g, 0)
+        length_k = tl.where(i_hv % (HV // H) == 0, length, 0)
         _prepare(
             x, past, parents, (p_weight, p_bias), window, gates, rings, p_record, scale, lower_bound, length, i_h, i_hv,
-            o_v, m_v, length_k, length_g, T, H, HV, K, V, SAFE, RING, TREE, BIAS, BV, BW, C, TC,
+            o_v, m_v, length_k, T, H, HV, K, V, SAFE, RING, TREE, BIAS, BW, C, TC,
         )  # fmt: skip
-    if OWN:
-        tl.debug_barrier()  # records are read by other threads than wrote them
-    if RECUR:
+    else:
         snapshot = (p_snapshots, stride_snapshot_t * UNIT_STATE)
         if not RING:
             p_snapshot = p_snapshots + window_row * (stride_snapshot_r * UNIT_STATE) + i_hv * V * K
             snapshot = (p_snapshot, stride_snapshot_t * UNIT_STATE)
         p_head = p_state + slot * (stride_state * UNIT_STATE) + i_hv * V * K
         _recur(
-            p_record, p_head, snapshot, parents, p_o, length, o_v, m_v, o_w,
+            p_record, p_head, snapshot, parents, p_o, length, o_v, m_v,
             T, HV, K, V, RING, RAGGED, TREE, BV, BW, C, TP,
         )  # fmt: skip
 
@@ -310,7 +312,7 @@ def unfused(
     BV: int, num_warps: int, layout: str,
 ) -> torch.Tensor:  # fmt: skip
     """Two launches: all records, one program for each row and value head; then the recurrence, one for each V tile."""
-    arguments = _arguments(
+    arguments = arguments_of(
         mixed_qkv, conv_weight, conv_state, windows, a, b, A_log, dt_bias, state, slots, conv_slots, window_rows, conv_bias,
         snapshots, ring_k, ring_v, ring_g, ring_beta, cu_seqlens, parents, lower_bound, scale, null_slot, layout,
     )  # fmt: skip
@@ -318,38 +320,12 @@ def unfused(
     heads, BW = slots.shape[0] * HV, triton.next_power_of_2(V)
     BV = min(BV, BW)
     if heads:
-        arguments["p_records"] = _new_records(heads, windows.shape[1], K, BW, state)
+        arguments["p_records"] = state.new_empty(heads * windows.shape[1] * (3 * K + BW + 4), dtype=torch.float32)
         chain = _chain[layout]
         TC = _steps_at_once(windows.shape[1], K, PREPARE_WARPS)
-        chain[(heads,)](**arguments, PREPARE=True, RECUR=False, BV=BW, BW=BW, TC=TC, num_warps=PREPARE_WARPS)
+        chain[(heads,)](**arguments, PREPARE=True, BV=BW, BW=BW, TC=TC, num_warps=PREPARE_WARPS)
         tiles = triton.cdiv(V, BV)
-        chain[(heads * tiles,)](**arguments, PREPARE=False, RECUR=True, BV=BV, BW=BW, TC=1, num_warps=num_warps)
-    return arguments["p_o"]
-
-
-def fused(
-    mixed_qkv: torch.Tensor, conv_weight: torch.Tensor, conv_state: torch.Tensor, windows: torch.Tensor,
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor,
-    slots: torch.Tensor, conv_slots: torch.Tensor, window_rows: torch.Tensor, *,
-    conv_bias: torch.Tensor | None = None, snapshots: torch.Tensor | None = None,
-    ring_k: torch.Tensor | None = None, ring_v: torch.Tensor | None = None,
-    ring_g: torch.Tensor | None = None, ring_beta: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, parents: torch.Tensor | None = None,
-    lower_bound: float | None = None, scale: float | None = None, null_slot: int = -1,
-    BV: int, num_warps: int, layout: str,
-) -> torch.Tensor:  # fmt: skip
-    """One launch, one program for each row, value head and V tile."""
-    arguments = _arguments(
-        mixed_qkv, conv_weight, conv_state, windows, a, b, A_log, dt_bias, state, slots, conv_slots, window_rows, conv_bias,
-        snapshots, ring_k, ring_v, ring_g, ring_beta, cu_seqlens, parents, lower_bound, scale, null_slot, layout,
-    )  # fmt: skip
-    HV, V, K = state.shape[1:]
-    BV = min(BV, triton.next_power_of_2(V))
-    programs = slots.shape[0] * HV * triton.cdiv(V, BV)
-    if programs:
-        arguments["p_records"] = _new_records(programs, windows.shape[1], K, BV, state)
-        TC = _steps_at_once(windows.shape[1], K, num_warps)
-        _chain[layout][(programs,)](**arguments, PREPARE=True, RECUR=True, BV=BV, BW=BV, TC=TC, num_warps=num_warps)
+        chain[(heads * tiles,)](**arguments, PREPARE=False, BV=BV, BW=BW, TC=1, num_warps=num_warps)
     return arguments["p_o"]
 
 
@@ -358,11 +334,7 @@ def _steps_at_once(T: int, K: int, num_warps: int) -> int:
     return max(1, min(triton.next_power_of_2(T), 16 * 32 * num_warps // K, 8))
 
 
-def _new_records(count: int, T: int, K: int, BW: int, like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(count * T * (3 * K + BW + 4), dtype=torch.float32)
-
-
-def _arguments(
+def arguments_of(
     mixed_qkv: torch.Tensor, conv_weight: torch.Tensor, conv_state: torch.Tensor, windows: torch.Tensor,
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor,
     slots: torch.Tensor, conv_slots: torch.Tensor, window_rows: torch.Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -98,17 +100,29 @@ def replay(
     num_warps: int,
     layout: str,
 ) -> None:
+    BV = min(BV, triton.next_power_of_2(state.shape[3]))
+    launch(
+        _replay[layout], state, ring_k, ring_v, ring_g, ring_beta, slots, accept, track_slots, track_step, null_slot,
+        BV, num_warps, layout,
+    )  # fmt: skip
+
+
+def launch(
+    kernel: Any, state: torch.Tensor, ring_k: torch.Tensor, ring_v: torch.Tensor, ring_g: torch.Tensor, ring_beta: torch.Tensor,
+    slots: torch.Tensor, accept: torch.Tensor, track_slots: torch.Tensor | None, track_step: torch.Tensor | None,
+    null_slot: int, BV: int, num_warps: int, layout: str, **constants: int,
+) -> None:  # fmt: skip
+    """A kernel with the arguments of `_replay`; `constants` are those that only it has."""
     NL, S, HV, V, K = state.shape
-    BV = min(BV, triton.next_power_of_2(V))
     programs = NL * slots.shape[0] * HV * triton.cdiv(V, BV)
     if not programs:
         return
     act, wide = stride_unit(layout, ring_k), stride_unit(layout, state)
-    _replay[layout][(programs,)](
+    kernel[(programs,)](
         state, ring_k, ring_v, ring_g, ring_beta, slots, accept, track_slots, track_step,
         slots.shape[0], S, null_slot,
         *strides(state, 2, wide), *strides(ring_k, 2, act), *strides(ring_v, 2, act), *strides(ring_g, 2, wide),
         *strides(ring_beta, 2), slots.stride(0), accept.stride(0), *strides(track_slots, 1), *strides(track_step, 1),
         L=ring_g.shape[3], H=ring_k.shape[2], HV=HV, K=K, V=V, TRACK=track_slots is not None,
-        UNIT_STATE=wide, UNIT_ACT=act, BV=BV, C=piece_width(K), num_warps=num_warps, enable_fp_fusion=False,
+        UNIT_STATE=wide, UNIT_ACT=act, BV=BV, C=piece_width(K), num_warps=num_warps, enable_fp_fusion=False, **constants,
     )  # fmt: skip

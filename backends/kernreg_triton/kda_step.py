@@ -16,6 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+try:
+    from triton.experimental.gluon.language import convert_layout
+except ImportError:  # then no caller has layouts to give
+    convert_layout = None
+
 EPS = tl.constexpr(1e-6)
 
 
@@ -38,12 +43,18 @@ def pairs(b_x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def dot(x, y, R: tl.constexpr, C: tl.constexpr):
+def place(b_x, LAYOUT: tl.constexpr):
+    """b_x where a kernel in Gluon wants it; in Triton (None) the compiler decides."""
+    return b_x if LAYOUT is None else convert_layout(b_x, LAYOUT)
+
+
+@triton.jit
+def dot(x, y, R: tl.constexpr, C: tl.constexpr, LAYOUT: tl.constexpr = None):
     """Sum over K of x * y, for pieces that broadcast to [R, C]: [R]."""
     b_sum = x[0] * y[0]
     for j in tl.static_range(1, len(x)):
         b_sum = tl.fma(x[j], y[j], b_sum)
-    return pairs(b_sum, R, C)
+    return place(pairs(b_sum, R, C), LAYOUT)
 
 
 @triton.jit
@@ -79,16 +90,36 @@ def inverse_norm(b_squares):
 
 
 @triton.jit
+def exp_of_minus(b_x):
+    """exp(-x), limited where it would overflow; NaN stays NaN."""
+    return tl.exp(tl.minimum(-b_x, 87.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def sigmoid(b_x):
-    """Through exp of what is not positive, which cannot overflow."""
-    b_e = tl.exp(-tl.abs(b_x))
-    return tl.where(b_x < 0, b_e, 1.0) / (1.0 + b_e)
+    return 1.0 / (1.0 + exp_of_minus(b_x))
 
 
 @triton.jit
 def softplus(b_x):
     """log(1 + exp(x)); above 20 this form is x to the last bit."""
     return tl.maximum(b_x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_x)))
+
+
+@triton.jit
+def convolve(taps, weights, b_bias):
+    """SiLU of the causal convolution [T, C], rounded to the dtype of the inputs.
+
+    taps: inputs [T, C] of each step and of 1, 2 and 3 before. weights: four columns [C]. b_bias: [1, C] or None.
+    """
+    b_y = weights[0].to(tl.float32)[None, :]
+    if b_bias is None:
+        b_y = b_y * taps[3].to(tl.float32)
+    else:
+        b_y = tl.fma(b_y, taps[3].to(tl.float32), b_bias)
+    for j in tl.static_range(1, 4):
+        b_y = tl.fma(weights[j].to(tl.float32)[None, :], taps[3 - j].to(tl.float32), b_y)
+    return (b_y / (1.0 + exp_of_minus(b_y))).to(taps[0].dtype)
 
 
 @triton.jit
@@ -139,7 +170,7 @@ def store_state(p, h, o_v, m_v, K: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def step(h, b_decay, k, b_v, beta, BV: tl.constexpr, C: tl.constexpr):
+def step(h, b_decay, k, b_v, beta, BV: tl.constexpr, C: tl.constexpr, LAYOUT: tl.constexpr = None):
     """h~ = diag(decay) h;  u = beta (v - h~^T k);  h = h~ + k u^T.  Returns h, h~ and u.
 
     Pieces: h [BV, C]; decay and normalised k [1, C]. b_v, u [BV].
@@ -147,7 +178,7 @@ def step(h, b_decay, k, b_v, beta, BV: tl.constexpr, C: tl.constexpr):
     decayed = ()
     for j in tl.static_range(len(h)):
         decayed = decayed + (h[j] * b_decay[j],)
-    b_u = beta * (b_v - dot(decayed, k, BV, C))
+    b_u = beta * (b_v - dot(decayed, k, BV, C, LAYOUT))
     updated = ()
     for j in tl.static_range(len(h)):
         updated = updated + (tl.fma(k[j], b_u[:, None], decayed[j]),)
@@ -155,6 +186,6 @@ def step(h, b_decay, k, b_v, beta, BV: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def output(decayed, b_u, q, kq, BV: tl.constexpr, C: tl.constexpr):
+def output(decayed, b_u, q, kq, BV: tl.constexpr, C: tl.constexpr, LAYOUT: tl.constexpr = None):
     """h^T q as h~^T q + (k . q) u, which need not wait for h."""
-    return tl.fma(b_u, kq, dot(decayed, q, BV, C))
+    return tl.fma(b_u, kq, dot(decayed, q, BV, C, LAYOUT))

@@ -20,6 +20,7 @@ from kernreg import policy as policies
 from kernreg.contract import ContractError, FactValue, format_facts
 from kernreg.device import Device
 from kernreg.evidence import changed as changed_kernels
+from kernreg.evidence import installed_source
 from kernreg.policy import Decision, Policy, PolicyError
 from kernreg.registry import Registry, UnknownError
 from kernreg.report.data import Crossover, Failure, Load, Place, Point, Price, Report, RowReport, Run, Serving, Standing
@@ -100,16 +101,8 @@ class _Place:
     def changed(self) -> Mapping[str, str]:
         """Kernels whose source here is not the one that was measured last, with what is here."""
         measured = {r.use: r.digest for r in sorted(self.results, key=lambda r: r.date)}
-        here = {use: self.digest(use) for use in measured}
+        here = {use: installed_source(self.registry, self.op, use) for use in measured}
         return {use: here[use] for use, digest in sorted(measured.items()) if here[use] != digest}
-
-    def digest(self, use: str) -> str:
-        """Of the installed source, as journals have it, or why there is none."""
-        known = {kernel.name: kernel for kernel in self.registry.kernels(self.op)} if self.op in self.registry.ops else {}
-        try:
-            return self.registry.source_digest(known[use])[:16] if use in known else "no such kernel"
-        except ModuleNotFoundError:
-            return "no source"
 
     def decide(self, facts: Mapping[str, FactValue], batch: int) -> Decision:
         """Raises ContractError, PolicyError or UnknownError: the policy, as it is, says nothing of such a key."""

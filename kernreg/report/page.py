@@ -60,7 +60,7 @@ def _environment() -> Environment:
 
 
 def microseconds(value: float) -> str:
-    """Five digits at least: what the journal has, but for what no clock shows."""
+    """To a thousandth, hundredth or tenth, by its size: what no clock shows is left out."""
     return f"{value:.1f}" if value >= 1000 else f"{value:.2f}" if value >= 10 else f"{value:.3f}"
 
 

@@ -1,2 +1,2 @@
-"""Measuring and building: what is timed (`cells`), how (`measure`, `screen`), in which order (`tune`), where it is kept
-(`journal`), and how a policy follows from it (`build`, pure)."""
+"""Measuring and building: what is timed (`grids`, `cells`), how (`screen`, `fingerprints`, `measure`, `workers`), in which order
+(`tuner`), where it is kept (`journal`), how a policy follows from it (`choose`, `build`), and what that costs (`prices`)."""

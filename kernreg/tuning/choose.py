@@ -24,7 +24,7 @@ from kernreg.policy_file import Row, Use
 from kernreg.tuning.journal import Result, canonical
 
 LEAST_GAIN = 0.03  # an incumbent stays for less
-TIE = 1.008  # regrets closer than this are equal: with the noise, choosing the other one costs less than 1 %
+TIE = 1.006  # regrets closer than this are equal: with the noise, choosing the other one costs less than 1 %
 # What a step spends around a call that serves many layers. Without it, 6 us lost at batch 1 would outweigh 1.5 ms lost at
 # batch 128. A call that serves one layer is made once for each layer, and bears its part.
 FLOOR_US = 10.0

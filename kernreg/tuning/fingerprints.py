@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kernreg import registry as registries
 from kernreg.contract import FactValue, Variant, variant_id
 from kernreg.numerics import Fingerprint, fingerprint
 from kernreg.registry import Registry
@@ -15,6 +16,7 @@ from kernreg.tuning.screen import Failure
 from kernreg.tuning.workers import Crash, Note, Workers
 
 Found: TypeAlias = "Fingerprint | Failure"
+MOST_PROCESSES = 16  # each has a CUDA context, half a gigabyte, on a GPU that may be serving
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,6 @@ class Task:
 
 def registry_named(name: str) -> Registry:
     """The installed backends, or what ``module:function`` makes."""
-    from kernreg import registry as registries
-
     if not name:
         return registries.default()
     module, _, function = name.partition(":")
@@ -80,9 +80,9 @@ def fingerprints(
 ) -> Generator[tuple[Task, Found], None, None]:
     """Each task with what was found, as they end.
 
-    processes: None is one for each core; compiling takes one, so that many compile at once. timeout: seconds for a task.
+    processes: None is one for each core, up to `MOST_PROCESSES`: compiling takes a core. timeout: seconds for a task.
     """
-    count = len(os.sched_getaffinity(0)) if processes is None else processes
+    count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if processes is None else processes
     workers = Workers(measure, max(1, min(count, len(tasks))), timeout, healthy)
     try:
         for task, value in workers.map(tasks):

@@ -163,7 +163,7 @@ class Flips:
 
 
 def flips(one: Iterable[Result], other: Iterable[Result]) -> Flips:
-    """What would become of a choice by plain arg-min, cell by cell."""
+    """What would become of a choice by plain arg-min, cell by cell, without timing again."""
     first, second = winners(one), winners(other)
     shared = first.keys() & second.keys()
     return Flips(sum(first[key] != second[key] for key in shared), len(shared))
@@ -172,7 +172,7 @@ def flips(one: Iterable[Result], other: Iterable[Result]) -> Flips:
 def winners(results: Iterable[Result]) -> dict[str, str]:
     """By op, device, row and cell, the fastest variant of those timed in full."""
     found = {}
-    for place, table in tables(results).items():
+    for place, table in tables(r for r in results if r.stage != "again").items():
         for cell in table.cells.values():
             full = [r for r in cell.values() if r.stage == "full"] or list(cell.values())
             fastest = min(full, key=lambda result: (result.median, result.variant))

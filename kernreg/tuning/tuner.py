@@ -8,7 +8,7 @@ can stop; the cells are ordered so that what is there then covers the grid evenl
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +22,15 @@ from kernreg.device import Device
 from kernreg.policy_file import Row
 from kernreg.registry import Registry
 from kernreg.tuning.cells import Cell, Grid
-from kernreg.tuning.choose import KEPT_VARIANTS, Evidence, leaders, matches, of_row
+from kernreg.tuning.choose import KEPT_VARIANTS, TIE, Evidence, leaders, matches, of_row
 from kernreg.tuning.journal import TIMED, Journal, Result, canonical
 from kernreg.tuning.measure import EFFORT, Bench, Candidate, CellError, Effort, Outcome, Timing, Trial
 from kernreg.tuning.screen import Failure
 
 # How a budget is shared among the stages that are still to come, by timings; a timing of "full" is worth so many of "quick".
 WORTH: Mapping[str, float] = {"quick": 1.0, "full": 3.0, "again": 4.0}
+ROUNDS = 3  # of timing again; those after the first are for what is closer than this
+CLOSE = 2 * (TIE - 1)
 
 Place: TypeAlias = "tuple[str, str]"  # a row and a cell of it, as the journal spells them
 
@@ -92,7 +94,7 @@ class Tuner:
         self.digests = {kernel.name: self.registry.source_digest(kernel)[:16] for kernel in self.kernels}
         self.skipped: list[str] = []
         self.spent: dict[str, float] = {}
-        self._known: dict[tuple[str, str, str], int] = {}
+        self._known: Counter[tuple[str, str, str, str]] = Counter()
         self._failed: set[tuple[str, str]] = set()
         self._fingerprinted: set[tuple[str, str]] = set()
         self._screened: set[tuple[str, str]] = set()
@@ -109,9 +111,13 @@ class Tuner:
             return False
         if not self._stage("full", self.grid.cells, self._leading()):
             return False
-        again, cells = self._again(), {_place(cell): cell for cell in self.grid.cells}
+        return all(self._repeat(number) for number in range(1, ROUNDS + 1))
+
+    def _repeat(self, number: int) -> bool:
+        """One more round of what is close; the first one also of what was disturbed."""
+        again, cells = self._again(number), {_place(cell): cell for cell in self.grid.cells}
         close = [cells[place] for place in again if place in cells]
-        return self._stage("again", close, lambda cell: [c for c in self.candidates(cell) if c.id in again[_place(cell)]])
+        return self._stage("again", close, lambda c: [v for v in self.candidates(c) if v.id in again[_place(c)]], number)
 
     @property
     def disturbed(self) -> int:
@@ -159,16 +165,19 @@ class Tuner:
 
         return [result for result in self._mine[row] if early(result)]
 
-    def _again(self) -> dict[Place, set[str]]:
+    def _again(self, number: int) -> dict[Place, set[str]]:
         """The variants to time once more, by cell: where a choice is close, the closest first, then where something disturbed."""
         close: list[tuple[float, Place, frozenset[str]]] = []
         disturbed: list[tuple[Place, str]] = []
         for row, results in self._mine.items():
             evidence = Evidence()
-            evidence.add([result for result in results if result.stage != "again"])
-            found = evidence.table().close(of_row(self.keep.get(row)))
-            close += [(one.gap, (row, one.cell), one.variants) for one in found]
-            disturbed += [((row, r.cell_key), r.variant) for r in results if r.stage == "full" and r.disturbed]
+            known, often = _before(number, results)
+            evidence.add(known)
+            for one in evidence.table().close(of_row(self.keep.get(row))):
+                if number == 1 or one.gap <= CLOSE:
+                    variants = frozenset(v for v in one.variants if often[one.cell, v] == number - 1)
+                    close.append((one.gap, (row, one.cell), variants))
+            disturbed += [((row, r.cell_key), r.variant) for r in results if r.stage == "full" and r.disturbed and number == 1]
         again: dict[Place, set[str]] = {}
         for _, place, variants in sorted(close, key=lambda found: found[:2]):
             again.setdefault(place, set()).update(variants)
@@ -178,14 +187,15 @@ class Tuner:
 
     # --- one stage
 
-    def _stage(self, stage: str, cells: Sequence[Cell], pick: Callable[[Cell], list[Candidate]]) -> bool:
-        wanted = [(cell, self._open(stage, cell, pick(cell))) for cell in cells]
+    def _stage(self, stage: str, cells: Sequence[Cell], pick: Callable[[Cell], list[Candidate]], number: int = 1) -> bool:
+        """number: how many timings of the stage a variant is to have in a cell."""
+        wanted = [(cell, self._open(stage, cell, pick(cell), number)) for cell in cells]
         wanted = [(cell, candidates) for cell, candidates in wanted if candidates]
         with self._spending(f"{stage} screening"):
             if not self._screen(stage, wanted):
                 return False
         with self._spending(f"{stage} timing"):
-            return self._time_all(stage, wanted)
+            return self._time_all(stage, wanted, number)
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:
@@ -195,17 +205,17 @@ class Tuner:
         finally:
             self.spent[what] = self.spent.get(what, 0.0) + time.monotonic() - began
 
-    def _time_all(self, stage: str, wanted: Sequence[tuple[Cell, Sequence[Candidate]]]) -> bool:
+    def _time_all(self, stage: str, wanted: Sequence[tuple[Cell, Sequence[Candidate]]], number: int) -> bool:
         timings = sum(len(candidates) for _, candidates in wanted)
-        for number, (cell, candidates) in enumerate(wanted):
+        for done, (cell, candidates) in enumerate(wanted):
             if self.stop():
                 return False
-            self.show(f"{stage} timing", number, len(wanted))
+            self.show(f"{stage} timing", done, len(wanted))
             effort = self._effort(stage, timings)
             if effort is None:
                 return True
-            if left := self._open(stage, cell, candidates):  # without those that failed since
-                self._time(cell, stage, left, effort)
+            if left := self._open(stage, cell, candidates, number):  # without those that failed since
+                self._time(cell, stage, left, effort, number)
             timings -= len(candidates)
         if wanted:
             self.show(f"{stage} timing", len(wanted), len(wanted))
@@ -260,14 +270,19 @@ class Tuner:
                     return False
         return True
 
-    def _open(self, stage: str, cell: Cell, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those still to be timed here: not out of the row, and not timed in this run."""
-        (row, where), rank = _place(cell), TIMED.index(stage)
-        return [c for c in candidates if (row, c.id) not in self._failed and self._known.get((row, where, c.id), -1) < rank]
+    def _open(self, stage: str, cell: Cell, candidates: Sequence[Candidate], number: int) -> list[Candidate]:
+        """Those still to be timed here: not out of the row, and not timed so often, or better, in this run."""
+        row, where = _place(cell)
+        later = TIMED[TIMED.index(stage) :]
 
-    def _time(self, cell: Cell, stage: str, candidates: Sequence[Candidate], effort: Effort) -> None:
+        def done(candidate: Candidate) -> bool:
+            return sum(self._known[row, where, candidate.id, one] for one in later) >= number
+
+        return [c for c in candidates if (row, c.id) not in self._failed and not done(c)]
+
+    def _time(self, cell: Cell, stage: str, candidates: Sequence[Candidate], effort: Effort, number: int) -> None:
         try:
-            outcomes = self.bench.time(cell, candidates, stage, effort)
+            outcomes = self.bench.time(cell, candidates, stage if number == 1 else f"{stage} {number}", effort)
         except CellError as error:
             self.skipped.append(str(error))
             return
@@ -297,8 +312,7 @@ class Tuner:
         elif result.stage == "bits":
             self._fingerprinted.add((result.variant, result.key))
         else:
-            place = (result.row_key, result.cell_key, result.variant)
-            self._known[place] = max(self._known.get(place, -1), TIMED.index(result.stage))
+            self._known[result.row_key, result.cell_key, result.variant, result.stage] += 1
 
     def _result(self, cell: Cell, candidate: Candidate, stage: str, **more: Any) -> Result:
         fields: dict[str, Any] = {
@@ -327,6 +341,19 @@ class Tuner:
         return Result(**{**fields, **more})
 
 
+def _before(number: int, results: Sequence[Result]) -> tuple[list[Result], Counter[tuple[str, str]]]:
+    """What was known before a round of timing again, and how often each variant had been in each cell. The first time that a
+    variant is timed again is of the first round, and so on: nothing is in a round that was not in the one before."""
+    known, often = [], Counter[tuple[str, str]]()
+    for result in results:
+        place = (result.cell_key, result.variant)
+        if result.stage == "again" and often[place] == number - 1:
+            continue
+        often[place] += result.stage == "again"
+        known.append(result)
+    return known, often
+
+
 def _place(cell: Cell) -> Place:
     return canonical(cell.row), canonical(cell.where)
 
@@ -344,6 +371,9 @@ def _failed(failure: Failure) -> dict[str, Any]:
     return {"step": failure.step, "reason": failure.reason}
 
 
-def last_run(results: Sequence[Result], op: str, device: str) -> str | None:
-    """The run that goes on."""
-    return max((r.run for r in results if (r.op, r.device.get("id")) == (op, device)), default=None)
+def last_run(results: Sequence[Result], op: str, device: str, software: Mapping[str, str] | None = None) -> str | None:
+    """The run that goes on; none if the last one was made with other software than is given."""
+    mine = [r for r in results if (r.op, r.device.get("id")) == (op, device)]
+    last = max((r.run for r in mine), default=None)
+    same = software is None or all(dict(r.software) == dict(software) for r in mine if r.run == last)
+    return last if same else None

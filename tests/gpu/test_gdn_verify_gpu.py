@@ -23,9 +23,10 @@ RECORDS = ("ring_u", "ring_k", "ring_g", "ring_u_low", "ring_k_low")
 ONE_TILE = {"BV": 16, "tiles": 1, "stages": 1, "registers": 255}
 VARIANTS = (
     ONE_TILE,
-    {"BV": 32, "tiles": 4, "stages": 1, "registers": 128},
-    {"BV": 32, "tiles": 4, "stages": 3, "registers": 168},
-    {"BV": 16, "tiles": 8, "stages": 3, "registers": 128},
+    {"BV": 32, "tiles": 1, "stages": 1, "registers": 255},
+    {"BV": 16, "tiles": 2, "stages": 1, "registers": 168},
+    {"BV": 32, "tiles": 4, "stages": 1, "registers": 168},
+    {"BV": 16, "tiles": 8, "stages": 3, "registers": 168},
 )
 KEY = {"draft": 8, "ring": 16, "heads": "6/2", "k_dim": 128, "v_dim": 128}
 POOLS = ("packed", "padded", "alternate", "layer_inner")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # tests are no package
 from kda_engine import REGISTRY, RING, Engine, Round, Shape, call, kernels, same_bits
 
 from kernreg import Case, ops
+from kernreg.device import Device
 from kernreg.ops import _inputs, kda_samples
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +25,13 @@ WRITTEN = ("windows", "snapshots", *RING)
 
 # Each draft length is a binary of its own: together the heads see all from 1 to 16.
 DRAFTS = {"2/2": (1, 2, 3, 5, 8, 16), "4/2": (1, 4, 6, 7, 12, 16), "3/1": (1, 9, 10, 11, 13, 14, 15, 16)}
-OTHERS = (("unfused", "ring", 32, 2), ("fused", "snapshot", 16, 2), ("unfused", "snapshot", 64, 8))
+SMALL = {"BV": 32, "num_warps": 4}
+WHOLE = {"BV": 64, "tiles": 2, "ahead": True, "num_warps": 4, "registers": 128}
+OTHERS = (
+    ("unfused", "ring", {"BV": 32, "num_warps": 2}),
+    ("fused", "snapshot", WHOLE),
+    ("unfused", "snapshot", {"BV": 64, "num_warps": 4}),
+)
 
 
 def rounds(count: int, drafts: tuple[int, ...], slots: int, seed: int) -> list[Round]:
@@ -53,16 +61,18 @@ def shape(heads: str, act: torch.dtype) -> Shape:
 
 @pytest.mark.parametrize("act", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("heads", DRAFTS)
-@pytest.mark.parametrize(("name", "mode", "BV", "warps"), OTHERS)
+@pytest.mark.parametrize(
+    ("name", "mode", "config"), OTHERS, ids=lambda value: value if isinstance(value, str) else f"BV{value['BV']}"
+)
 def test_64_rounds_in_both_modes_and_both_launches_have_the_same_bits(
-    name: str, mode: str, BV: int, warps: int, heads: str, act: torch.dtype
+    name: str, mode: str, config: dict[str, int], heads: str, act: torch.dtype
 ) -> None:
     bound = -5.0 if heads != "4/2" else None
     plan = rounds(64, DRAFTS[heads], 5, seed=len(heads) + int(heads[0]))
     assert {this.draft for this in plan} == set(DRAFTS[heads])
     first = (name, mode) == OTHERS[0][:2]  # float64 need not say the same three times
-    base = Engine(kernels("fused", BV=8, num_warps=4), shape(heads, act), "ring", bound, "cuda", check=first).play(plan)
-    chosen = kernels(name, BV=BV, num_warps=warps)
+    base = Engine(kernels("fused", **SMALL), shape(heads, act), "ring", bound, "cuda", check=first).play(plan)
+    chosen = kernels(name, **config)
     other = Engine(chosen, shape(heads, act), mode, bound, "cuda", check=False).play(plan)
     assert all(same_bits(x, y) for x, y in zip(base, other, strict=True))
 
@@ -72,14 +82,15 @@ def inputs(batch: int, facts: dict[str, Any] | None = None, **options: Any) -> d
     return kda_samples.make_verify(Case("test", wide | (facts or {}), batch, options), device="cuda")
 
 
-def variants() -> list[Any]:
-    return [
-        pytest.param(kernel.name, {"BV": BV, "num_warps": warps}, id=f"{kernel.name}-BV{BV}-w{warps}")
-        for kernel in REGISTRY.kernels(VERIFY.name)
-        if kernel.backend == "triton"
-        for BV in kernel.config["BV"]
-        for warps in kernel.config["num_warps"]
-    ]
+def variants(op: str, facts: dict[str, Any]) -> list[Any]:
+    """Kernel and config of all variants of the Triton backend that serve this key on an H200."""
+    found = []
+    for kernel in REGISTRY.kernels(op):
+        for values in itertools.product(*kernel.config.values()) if kernel.backend == "triton" else ():
+            config = dict(zip(kernel.config, values, strict=True))
+            if kernel.why_not(REGISTRY.op(op).complete(facts), Device.declared("NVIDIA H200", "sm_90", 132), config) is None:
+                found.append(pytest.param(kernel.name, config, id=kernel.variant(config).id))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +104,7 @@ def expected() -> dict[str, tuple[dict[str, Any], torch.Tensor]]:
     return made
 
 
-@pytest.mark.parametrize(("kernel", "config"), variants())
+@pytest.mark.parametrize(("kernel", "config"), variants(VERIFY.name, {"draft": 4, "heads": "6/2", "v_dim": 80}))
 def test_all_variants_are_one_numerics_class(
     kernel: str, config: dict[str, int], expected: dict[str, tuple[dict[str, Any], torch.Tensor]]
 ) -> None:
@@ -105,16 +116,14 @@ def test_all_variants_are_one_numerics_class(
             assert args[n] is None or same_bits(args[n], wanted[n]), n
 
 
-@pytest.mark.parametrize("BV", [8, 16, 32, 64])
-@pytest.mark.parametrize("warps", [1, 2, 4, 8])
-def test_a_committed_ring_is_the_snapshot(BV: int, warps: int) -> None:
+@pytest.mark.parametrize(("kernel", "config"), variants("kda_ring_commit", {"ring": 4, "heads": "6/2"}))
+def test_a_committed_ring_is_the_snapshot(kernel: str, config: dict[str, int]) -> None:
     ring, snapshot = (inputs(3, {"mode": mode}) for mode in ("ring", "snapshot"))
     for args in (ring, snapshot):
         call(VERIFY, "triton.unfused", {"BV": 32, "num_warps": 4}, **args)
     accept = torch.tensor([4, 1, 3], dtype=torch.int32, device="cuda")
     rings = {n: ring[n][None] for n in RING}
-    config = {"BV": BV, "num_warps": warps}
-    call(ops.kda_ring_commit, "triton.replay", config, state=ring["state"][None], slots=ring["slots"], accept=accept, **rings)
+    call(ops.kda_ring_commit, kernel, config, state=ring["state"][None], slots=ring["slots"], accept=accept, **rings)
     for slot, row, count in zip(ring["slots"].tolist(), snapshot["window_rows"].tolist(), accept.tolist(), strict=True):
         assert same_bits(ring["state"][slot], snapshot["snapshots"][row, count - 1])
 
@@ -138,7 +147,7 @@ def test_a_row_alone_and_in_a_batch_has_the_same_bits(name: str, batch: int) -> 
 def test_d06_a_busy_gpu_changes_nothing(name: str, mode: str) -> None:
     args = inputs(1, {"draft": 6, "heads": "16/1", "mode": mode})
     before = _inputs.copy_inputs(args)
-    config = {"BV": 8, "num_warps": 2}
+    config = SMALL
     quiet = call(VERIFY, name, config, **args)
     stored = {n: args[n].clone() for n in WRITTEN if args[n] is not None}
     filler, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
@@ -183,21 +192,22 @@ def test_d10_more_heads_and_rows_than_a_grid_axis_carries() -> None:
             assert args[n] is None or same_bits(args[n], wanted_args[n]), n
 
 
-def test_d10_a_commit_of_65536_rows_equals_its_halves() -> None:
+@pytest.mark.parametrize("name", ["triton.shared", "triton.replay"])
+def test_d10_a_commit_of_65536_rows_equals_its_halves(name: str) -> None:
     facts = {"ring": 2, "heads": "1/1", "k_dim": 64, "v_dim": 64, "act": "bf16"}
     args = kda_samples.make_ring_commit(Case("many", facts, 65_536, {"fast": True}), device="cuda")
     halves = _inputs.copy_inputs(args)
-    call(ops.kda_ring_commit, "triton.replay", **args)
+    call(ops.kda_ring_commit, name, **args)
     for part in (slice(0, 32_768), slice(32_768, None)):
-        call(ops.kda_ring_commit, "triton.replay", **halves | {n: halves[n][part] for n in ("slots", "accept")})
+        call(ops.kda_ring_commit, name, **halves | {n: halves[n][part] for n in ("slots", "accept")})
     assert same_bits(args["state"], halves["state"])
 
 
 def test_one_binary_for_a_static_key() -> None:
     """Batches, addresses and pool sizes of one key never compile anew."""
-    from kernreg_triton.kda_chain_verify import _chain
+    from kernreg_triton.kda_chain_fused import _heads
 
-    cache = _chain["aligned"].device_caches
+    cache = _heads["aligned"].device_caches
     args = inputs(1, {"v_dim": 64, "draft": 5})
     call(VERIFY, "triton.fused", **args)
     compiled = sum(len(c[0]) for c in cache.values())

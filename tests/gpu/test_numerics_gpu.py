@@ -43,11 +43,11 @@ def classes_of(op: str, facts: Mapping[str, Any], *kernels: str) -> dict[str, tu
 def test_all_variants_of_kda_verify_are_one_class() -> None:
     found = classes_of("kda_chain_verify", KDA, "triton.fused", "triton.unfused")
     print(found)
-    assert len(found) == 1 and len(next(iter(found.values()))) > 20
+    assert len(found) == 1 and len(next(iter(found.values()))) >= 8
 
 
 def test_all_variants_of_kda_commit_are_one_class() -> None:
-    assert len(classes_of("kda_ring_commit", {"ring": 4, "heads": "8/8"}, "triton.replay")) == 1
+    assert len(classes_of("kda_ring_commit", {"ring": 4, "heads": "8/8"}, "triton.replay", "triton.shared")) == 1
 
 
 def test_per_head_and_head_group_are_apart() -> None:
