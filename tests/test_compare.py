@@ -94,3 +94,10 @@ def test_a_line_reads_as_a_comparison() -> None:
     }
     text = "gdn_ring_commit ring=16 batch=1 history=4: 10.00 us, 90% of the limit 9.00, public 15.00 (public), 1.50x; "
     assert compare._row(line) == text + "triton.sequential[BV=64]"
+
+
+def test_every_key_of_a_run_is_compiled_first() -> None:
+    keys = {(op, tuple(facts.items())) for op, facts in compare.keys_of(("kda", "errors", "step"))}
+    wanted = {(cell.op, tuple(cell.facts.items())) for name in ("kda", "gdn") for cell in compare.SECTIONS[name]()}
+    wanted |= {(op, tuple(case.facts.items())) for op, case in compare.error_cases()}
+    assert keys == wanted and len(keys) > 20
