@@ -351,11 +351,15 @@ class Plan:
         """Once for a plan: what serves, what was passed over, and what was not measured."""
         for entry in self._entries:
             log.info("%s %s: %s serves (%s)", self.op.name, self.key, entry.variant.id, entry.decision.source)
-        decisions = [*(entry.decision for entry in self._entries), self.binding.choose(LARGEST_BATCH)]
+        decisions = [entry.decision for entry in self._entries]
         for text in dict.fromkeys(text for decision in decisions for text in decision.passed_over):
             log.warning("%s %s: %s", self.op.name, self.key, text)
-        for text in dict.fromkeys(text for decision in decisions for text in decision.extrapolated):
+        texts = dict.fromkeys(text for decision in decisions for text in decision.extrapolated)
+        for text in texts:
             log.warning("%s %s: not measured: %s", self.op.name, self.key, text)
+        for text in self.binding.choose(LARGEST_BATCH).extrapolated:
+            if text not in texts:  # every row has a largest measured batch: no cause for alarm
+                log.info("%s %s: not measured: %s", self.op.name, self.key, text)
         if self.evidence.stale:
             _warn_once(f"{decisions[0].source} is stale: {'; '.join(self.evidence.stale)}")
         self._say_what_chooses()
