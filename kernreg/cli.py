@@ -110,8 +110,11 @@ def explain(
         if device.source == "declared":
             known = _as_elsewhere(known)
         binding = dispatch.Binding(contract, key, device, loaded, known, _overrides())
-        evidence = binding.evidence(None if device.source == "declared" else installed_triton())
-        _print(decision_data(binding.serves(batch, evidence), device), as_json, render.decision)
+        here = binding.evidence(installed_triton())
+        evidence = binding.evidence(None) if device.source == "declared" else here
+        assumed = here.doubts if here.collapsed and not evidence.collapsed else ()
+        data = decision_data(binding.serves(batch, evidence), device) | {"assumes_otherwise": list(assumed)}
+        _print(data, as_json, render.decision)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -211,6 +214,7 @@ def report(
     """
     from kernreg.report.collect import collect
     from kernreg.report.page import MissingExtra, page
+    from kernreg.results import copy_bandwidths
     from kernreg.tuning.build import write
     from kernreg.tuning.journal import JournalError, read
 
@@ -221,9 +225,10 @@ def report(
             results = read(*paths)
             if not results:
                 raise JournalError(f"{', '.join(map(str, paths))}: no results yet ('python tools/tune.py measure' makes them)")
-            found = collect(results, policy.load(_path(policy_file), known), known, list(map(str, paths)))
+            file = _path(policy_file)
+            found = collect(results, policy.load(file, known), known, list(map(str, paths)), copy_bandwidths(file))
             write(output, page(found, shlex.join(["kernreg", *sys.argv[1:]]), datetime.now(UTC)))
-        except (JournalError, MissingExtra) as error:
+        except (JournalError, ResultsError, MissingExtra) as error:
             _fail(str(error), as_json, code=1)
         _print({"file": str(output), "bytes": output.stat().st_size, **found.as_dict()}, as_json, render.report)
 

@@ -185,6 +185,7 @@ class Op:
         for name in (*self.tensors, *self.mutates, self.batch):
             if name not in parameters:
                 raise RegistrationError(f"{self.name}: {name!r} is not an argument of the op")
+        _ = self.scalars  # an annotation that nobody can check is found here, not in the first call
         for name, spec in (*self.tensors.items(), *self.returns.items()):
             if spec.dtype != "index" and spec.dtype not in self.dtypes:
                 raise RegistrationError(f"{self.name}: tensor {name!r} names the unknown dtype {spec.dtype!r}")
@@ -199,12 +200,19 @@ class Op:
     @cached_property
     def scalars(self) -> dict[str, tuple[type, ...]]:
         """Arguments that are no tensors, with the types that their annotations allow."""
-        kinds = {"int": int, "float": float, "str": str, "None": type(None)}
-        return {
-            name: tuple(kinds[word.strip()] for word in str(parameter.annotation).split("|"))
-            for name, parameter in self.signature.parameters.items()
-            if name not in self.tensors
-        }
+        parameters = self.signature.parameters
+        return {name: self._scalar_types(name, p.annotation) for name, p in parameters.items() if name not in self.tensors}
+
+    def _scalar_types(self, name: str, annotation: Any) -> tuple[type, ...]:
+        kinds = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
+        text = annotation.__name__ if isinstance(annotation, type) else str(annotation)  # as text, or evaluated
+        words = [word.strip() for word in text.split("|")]
+        if unknown := [word for word in words if word not in kinds]:
+            raise RegistrationError(
+                f"{self.name}: argument {name!r} is no tensor of the contract and is annotated {' | '.join(unknown)}, "
+                f"wanted {', '.join(kinds)} or several of them"
+            )
+        return tuple(kinds[word] for word in words)
 
     @cached_property
     def optional(self) -> frozenset[str]:

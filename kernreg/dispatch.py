@@ -264,14 +264,26 @@ class Plan:
             fingerprint: measures a variant's bits, on any device; None for `kernreg.numerics.fingerprint`, on CUDA only.
 
         Raises:
-            WarmupError: a variant cannot be compiled or run here and its row names no fallback that can.
+            WarmupError: a variant cannot be compiled or run here and its row names no fallback that can; or the plan was
+                bound for a GPU and this machine has none.
             NotWarm: there is something to measure and a CUDA graph is being captured.
         """
+        if self.device.platform == "cuda" and fingerprint is None:
+            self._need_cuda()
         with self._preparing:
             if self.evidence.collapsed and not self.evidence.measured_here and (fingerprint or self.device.platform == "cuda"):
                 self._measure(fingerprint or _default_fingerprint())
             self._prepare_all()
         return self
+
+    def _need_cuda(self) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise WarmupError(
+                f"{self.op.name}: the plan was bound for {self.device}, and this machine has no CUDA device to warm it up on; "
+                "plan.explain(batch) needs none"
+            )
 
     def _prepare_all(self) -> None:
         self._prepare([entry for entry in self._entries if not entry.ready])
@@ -658,7 +670,10 @@ def _device(device: object) -> tuple[Device, int | None]:
         return (Device.cpu() if device == "cpu" else Device.interpreter()), None
     number = re.fullmatch(r"cuda(?::([0-9]+))?", device) if isinstance(device, str) else None
     if not (device is None or type(device) is int or number):
-        raise ContractError(f"device is {device!r}, wanted 'cpu', 'cuda', 'cuda:N', N, a torch.device or a Device")
+        raise ContractError(
+            f"device is {device!r}, wanted 'cpu', 'cuda', 'cuda:N', N, a torch.device or a Device; "
+            "for another machine's GPU, Device.declared(name, arch, sms)"
+        )
     asked = device if type(device) is int else None
     if number and number[1]:
         asked = int(number[1])

@@ -23,6 +23,7 @@ from kernreg import dispatch, policy, registry
 from kernreg.contract import FactValue, Op, Variant, format_facts
 from kernreg.describe import Data, device_data, policy_data
 from kernreg.device import Device
+from kernreg.evidence import installed_triton
 from kernreg.numerics import class_id, facts_key
 from kernreg.policy import Row
 from kernreg.registry import Registry
@@ -178,7 +179,8 @@ def _serves(found: Findings, known: Registry, device: Device, loaded: policy.Pol
     if loaded is None:
         return data
     try:
-        chosen = policy.choose(loaded, known, device, op, key, 1, dispatch.overrides())
+        binding = dispatch.Binding(op, key, device, loaded, known, dispatch.overrides())
+        chosen = binding.serves(1, binding.evidence(installed_triton()))
     except ValueError as error:
         found.problems.append(str(error))
         return {**data, "why": str(error)}

@@ -21,6 +21,7 @@ import torch
 from kernreg.contract import Case, Facts, Op
 from kernreg.numerics import BATCH_VARIANT, RACY, Effort, Fingerprint, Probe
 from kernreg.ops._inputs import Inputs, bits, copy_inputs
+from kernreg.rows import cut, token_bounds, windows
 
 Rows: TypeAlias = "Sequence[int | None]"  # batch rows of the probe in the order of a call; None is a row of padding
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -116,7 +117,7 @@ class _Trial:
         self.op, self.run, self.probe, self.inputs, self.effort = op, run, probe, inputs, effort
         self.batch: int = inputs[op.batch].shape[0]
         self.mutated = [name for name in op.mutates if inputs[name] is not None]
-        self.spans = _spans(op, inputs, self.batch)
+        self.spans = _spans(op, inputs)
         step = max(self.batch / max(effort.alone, 1), 1.0)
         self.sample = [int(n * step) for n in range(min(effort.alone, self.batch))]
         self.base = self._call_whole()
@@ -194,8 +195,8 @@ class _Trial:
         gathered = {name: self.base[name].clone() for name in self.op.returns}
         padding: list[torch.Tensor] = []
         for rows in arrangement.calls:
-            cut, tokens = pick(self.op, arguments, rows, self.spans)
-            for name, part in _returned(self.op, self.run(**cut)).items():
+            chosen, tokens = pick(self.op, arguments, rows, self.spans)
+            for name, part in _returned(self.op, self.run(**chosen)).items():
                 places = tokens if self.op.returns[name].dims[0] == "N" else [-1 if row is None else row for row in rows]
                 live = [at for at, place in enumerate(places) if place >= 0]
                 gathered[name][_index([places[at] for at in live], part)] = part[_index(live, part)]
@@ -276,18 +277,9 @@ def _differing(one: Tensors, other: Tensors) -> list[str]:
 # --- rows of a call
 
 
-def _windows(op: Op, inputs: Mapping[str, Any]) -> str | None:
-    """The argument with the offsets of the rows' tokens, if the call has one."""
-    return next((name for name, spec in op.tensors.items() if spec.dims[0] == "B1" and inputs[name] is not None), None)
-
-
-def _spans(op: Op, inputs: Mapping[str, Any], batch: int) -> list[range]:
-    """Each row's tokens: its window, or an equal share."""
-    if windows := _windows(op, inputs):
-        return [range(begin, end) for begin, end in itertools.pairwise(inputs[windows].tolist())]
-    packed = [inputs[name] for name, spec in op.tensors.items() if spec.dims[0] == "N" and inputs[name] is not None]
-    share = packed[0].shape[0] // max(batch, 1) if packed else 0
-    return [range(row * share, (row + 1) * share) for row in range(batch)]
+def _spans(op: Op, inputs: Mapping[str, Any]) -> list[range]:
+    """Each row's tokens."""
+    return [range(begin, end) for begin, end in itertools.pairwise(token_bounds(op.tensors, inputs, op.batch))]
 
 
 def pick(op: Op, inputs: Mapping[str, Any], rows: Rows, spans: Sequence[range] | None = None) -> tuple[Inputs, list[int]]:
@@ -298,27 +290,21 @@ def pick(op: Op, inputs: Mapping[str, Any], rows: Rows, spans: Sequence[range] |
     Returns:
         the arguments, and for each token of the call the token of `inputs` that it is; -1 for one of padding.
     """
-    spans = _spans(op, inputs, inputs[op.batch].shape[0]) if spans is None else spans
-    windows = _windows(op, inputs)
+    spans = _spans(op, inputs) if spans is None else spans
     empty = range(0, 0)
-    shares = [spans[row] if row is not None else empty if windows else spans[0] for row in rows]
+    shares = [spans[row] if row is not None else empty if windows(op.tensors, inputs) else spans[0] for row in rows]
     sources = [token for share in shares for token in share]
     tokens = [-1 if row is None else token for row, share in zip(rows, shares, strict=True) for token in share]
     row_index, token_index = (_index(values, inputs[op.batch]) for values in ([row or 0 for row in rows], sources))
-    cut: Inputs = dict(inputs)
-    for name, spec in op.tensors.items():
-        value = inputs[name]
-        if value is None:
-            continue
-        match spec.dims[0]:
-            case "B":
-                cut[name] = value[row_index]
-            case "N":
-                cut[name] = value[token_index]
-            case "B1":
-                offsets = list(itertools.accumulate(map(len, shares), initial=0))
-                cut[name] = torch.tensor(offsets, dtype=value.dtype, device=value.device)
+    offsets = list(itertools.accumulate(map(len, shares), initial=0))
+    chosen = cut(
+        op.tensors,
+        inputs,
+        lambda value: value[row_index],
+        lambda value: value[token_index],
+        lambda value: torch.tensor(offsets, dtype=value.dtype, device=value.device),
+    )
     idle = [at for at, row in enumerate(rows) if row is None]
     if idle:
-        cut[op.batch][_index(idle, cut[op.batch])] = inputs["null_slot"]
-    return cut, tokens
+        chosen[op.batch][_index(idle, chosen[op.batch])] = inputs["null_slot"]
+    return chosen, tokens

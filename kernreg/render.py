@@ -99,6 +99,9 @@ def _choice(data: Data) -> Iterable[tuple[str, object]]:
         yield "regret", f"at worst {_percent(data['regret'] - 1)} slower than the best variant of a measured batch"
     yield "numerics class", data["class"]
     yield "not by batch", data["collapsed"]
+    if data["assumes_otherwise"]:
+        doubts = "; ".join(data["assumes_otherwise"])
+        yield "assumes", f"the measured software; here it is {doubts}, and one variant would serve every batch until warm-up"
     yield "bits here", None if data["collapsed"] else ", ".join(f"{v} {bits}" for v, bits in data["bits"].items()) or None
     yield "stale", "; ".join(data["stale"]) or None
     yield "fallback", data["fallback"]

@@ -12,7 +12,8 @@ from tuning_lines import H200, LATER, OP, OTHER_DIGEST, ROW, RUN, chosen, failed
 
 from kernreg.policy_file import parse
 from kernreg.tuning import build as building
-from kernreg.tuning.build import Evidence, build, leaders, scalar, write
+from kernreg.tuning.build import build, scalar, write
+from kernreg.tuning.choose import KEPT_VARIANTS, Timings, leaders
 from kernreg.yaml_subset import PolicyError, read
 
 # --- choosing
@@ -33,9 +34,9 @@ def test_measured_areas_hold_only_what_was_timed() -> None:
     facts = [{"heads": h, "track": False} for h in ("48/16", "12/4")] * 2 + [{"heads": "48/16", "track": True}]
     batches = [1, 1, 8, 8, 8]
     cells = [replace(line("a", 10, batch), facts=given) for given, batch in zip(facts, batches, strict=True)]
-    evidence = Evidence()
-    evidence.add(cells)
-    assert building._areas(evidence.table()) == [
+    timings = Timings()
+    timings.add(cells)
+    assert building._areas(timings.table()) == [
         {"heads": ["12/4", "48/16"], "track": False, "batch": [1, 8]},
         {"heads": "48/16", "track": True, "batch": 8},
     ]
@@ -123,7 +124,7 @@ def test_leaders_are_the_best_overall_and_the_best_of_each_cell() -> None:
     overall = [line(f"v{n}", 1000 + n, batch) for n in range(20) for batch in (8, 32)]
     special = [line("odd", 900, 8), line("odd", 5000, 32), *[line("out", 1, batch) for batch in (8, 32)], failed("out")]
     kept = leaders(overall + special)
-    assert len(kept) == building.KEPT_VARIANTS
+    assert len(kept) == KEPT_VARIANTS
     assert "triton.odd" in kept and "triton.out" not in kept
     assert kept[:4] == [f"triton.v{n}" for n in range(4)]
 
@@ -281,3 +282,25 @@ def test_writing_replaces_the_file_at_once(tmp_path: Path, monkeypatch: pytest.M
         write(path, "third\n")
     assert path.read_text() == "second\n"
     assert [p.name for p in tmp_path.iterdir()] == ["dispatch.yaml"]
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("the system has no /dev/full")
+    file = tmp_path / "dispatch.yaml"
+    file.write_text("old")
+    monkeypatch.setattr(building.tempfile, "mkstemp", lambda **_: (os.open("/dev/full", os.O_WRONLY), str(tmp_path / "part")))
+    with pytest.raises(OSError, match=r"No space left on device: '.*dispatch\.yaml'"):
+        write(file, "new")
+    assert file.read_text() == "old"
+
+
+def test_a_device_says_what_it_was_measured_with_a_line_each() -> None:
+    text = build([line("a", 10)])
+    begin = text.index("    measured:\n")
+    assert text[begin : text.index("    kernels:")].splitlines() == [
+        "    measured:",
+        '      torch: "2.11.0"',
+        '      triton: "3.6.0"',
+        f'      gdn_ring_commit: "{RUN}"',
+    ]

@@ -22,7 +22,7 @@ from kernreg.numerics import class_id
 from kernreg.policy_file import Row, parse
 from kernreg.tuning import journal
 from kernreg.tuning.build import build, incumbents
-from kernreg.tuning.choose import KEPT_VARIANTS, TIE, Evidence, Table, leaders, of_row
+from kernreg.tuning.choose import KEPT_VARIANTS, TIE, Table, Timings, leaders, of_row
 from kernreg.tuning.journal import Result
 from kernreg.tuning.prices import differences, flips, prices
 
@@ -43,9 +43,9 @@ def fingerprints(families: Mapping[str, object], **more: Any) -> list[Result]:
 
 
 def table(results: Sequence[Result]) -> Table:
-    evidence = Evidence()
-    evidence.add(results)
-    return evidence.table()
+    timings = Timings()
+    timings.add(results)
+    return timings.table()
 
 
 # --- classes
@@ -335,16 +335,16 @@ def test_what_holds_of_every_build(results: list[Result], shuffled: random.Rando
 
 def _well_chosen(row: Row, results: list[Result]) -> None:
     """What a row takes was timed in all its cells, did not fail, and its regret is the worst of them."""
-    evidence = Evidence()
+    timings = Timings()
     for run in sorted({r.run for r in results}):
-        evidence.add([r for r in results if r.run == run])
-    known = evidence.table()
+        timings.add([r for r in results if r.run == run])
+    known = timings.table()
     taken = of_row(row)(known)
-    assert set(taken) == set(known.batches) and not set(taken.values()) & evidence.failed
+    assert set(taken) == set(known.batches) and not set(taken.values()) & timings.failed
     assert row.regret == pytest.approx(known.standing(taken).slowest, abs=6e-4)
     if row.numerics:
         keys = {next(iter(cell.values())).key for cell in known.cells.values()}
-        assert {class_id({key: evidence.bits[v][key] for key in keys}) for v in taken.values()} == {row.numerics}
+        assert {class_id({key: timings.bits[v][key] for key in keys}) for v in taken.values()} == {row.numerics}
 
 
 @settings(max_examples=40, deadline=None)
@@ -355,9 +355,9 @@ def test_leaders_are_few_and_of_every_class_that_leads(results: list[Result], sh
     mixed = list(first)
     shuffled.shuffle(mixed)
     assert leaders(mixed, 3) == kept and len(kept) == len(set(kept)) <= 3
-    plans = table(first).plans
-    for plan in plans[:1]:
-        assert set(kept) & set(plan.team.members)
+    choices = table(first).choices
+    for choice in choices[:1]:
+        assert set(kept) & set(choice.group.members)
 
 
 # --- leaders
@@ -409,7 +409,7 @@ def test_a_price_is_the_slowdown_against_the_fastest_of_each_cell() -> None:
     free = [*timed(), *fingerprints(EQUAL)]
     assert {price.regret for price in prices(free, parse(build(free))).priced} == {1.0}
     nothing = prices(results, parse(build([line("x", 1.0, device={**H200, "id": "nvidia-a100"})])))
-    assert (nothing.cells, nothing.priced, nothing.median, nothing.worst) == (4, (), 1.0, None)
+    assert (nothing.cells, nothing.priced, nothing.median, nothing.worst) == (4, (), None, None)
 
 
 def test_differences_of_two_policies_say_what_they_cost() -> None:

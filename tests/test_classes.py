@@ -525,6 +525,7 @@ def test_off_cuda_warmup_measures_only_when_it_is_told_how(bind: Bind) -> None:
 
 def test_on_cuda_warmup_measures_by_itself(bind: Bind, newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics, "fingerprint", measures())
+    monkeypatch.setattr(Plan, "_need_cuda", lambda self: None)
     assert bind().warmup().resolved() == BY_BATCH
 
 

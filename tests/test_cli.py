@@ -413,6 +413,22 @@ class TestDoctor:
             "why": "otherwise, any device",
         }
 
+    @pytest.mark.parametrize(("triton", "serves"), [("3.6.0", "fast.small[BV=16]"), ("9.9.9", "fast.big")])
+    def test_it_shows_what_serves_and_not_what_the_batch_would_choose(
+        self, run: Run, shipped: Path, monkeypatch: pytest.MonkeyPatch, triton: str, serves: str
+    ) -> None:
+        shipped.write_text(POLICY.replace("heads: 48/16", "heads: 16/16"))
+
+        def one_gpu(index: int = 0) -> Device:
+            if index:
+                raise ValueError("there is one GPU")
+            return dataclasses.replace(H200, source="nvml")
+
+        monkeypatch.setattr(device, "current", one_gpu)
+        monkeypatch.setattr(doctor, "installed_triton", lambda: triton)
+        commit = next(op for op in run("doctor", "--json").json["ops"] if op["op"] == "gdn_ring_commit")
+        assert (commit["batch"], commit["variant"]) == (1, serves)
+
     def test_text(self, run: Run) -> None:
         got = run("doctor")
         assert (got.code, got.err) == (0, "")

@@ -486,3 +486,13 @@ def test_parameters_that_require_grad_leave_no_graph_behind() -> None:
 def test_a_key_that_no_call_can_have_is_refused(op: str, facts: dict[str, Any], message: str) -> None:
     with pytest.raises(ContractError, match=message):
         kernreg.bind(op, device="cpu", **facts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_plan_for_a_gpu_elsewhere_explains_but_does_not_warm_up() -> None:
+    plan = dispatch.bind("kda_chain_verify", device=H200, draft=4, heads="8/8")
+    assert plan.explain(1).variant.kernel.backend == "triton"
+    with pytest.raises(dispatch.WarmupError, match=r"kda_chain_verify: the plan was bound for NVIDIA H200 .* no CUDA device"):
+        plan.warmup()
+    with pytest.raises(ContractError, match=r"device is 'nvidia-h200', wanted .* Device\.declared\(name, arch, sms\)"):
+        dispatch.bind("kda_chain_verify", device="nvidia-h200", draft=4, heads="8/8")

@@ -11,9 +11,10 @@ import torch
 
 from kernreg import registry
 from kernreg.dispatch import complete
+from kernreg.numerics import facts_key
+from kernreg.rows import token_bounds
 from kernreg.tuning import cells, grids
 from kernreg.tuning.cells import Cell, Grid
-from kernreg.tuning.journal import canonical
 
 OPS = tuple(registry.default().ops)
 ROWS = {
@@ -40,9 +41,9 @@ def test_every_op_has_a_grid() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_a_grid_is_even_from_the_start_and_within_memory(op: str) -> None:
     grid = grid_of(op)
-    rows = [canonical(cell.row) for cell in grid.cells]
+    rows = [facts_key(cell.row) for cell in grid.cells]
     assert len(set(rows)) == ROWS[op]
-    assert len(grid.cells) == len({(canonical(c.row), canonical(c.where)) for c in grid.cells}), "a cell stands twice"
+    assert len(grid.cells) == len({(facts_key(c.row), facts_key(c.where)) for c in grid.cells}), "a cell stands twice"
     anchors = [cell.anchor for cell in grid.cells]
     assert anchors == sorted(anchors, reverse=True), "anchors come first"
     anchored = Counter(row for row, anchor in zip(rows, anchors, strict=True) if anchor)
@@ -61,7 +62,7 @@ def test_shards_share_the_rows(op: str) -> None:
     grid = grid_of(op)
     shards = [cells.shard(grid, part).cells for part in ("1/3", "2/3", "3/3")]
     assert sorted(map(repr, grid.cells)) == sorted(repr(cell) for shard in shards for cell in shard)
-    assert not {canonical(c.row) for c in shards[0]} & {canonical(c.row) for c in shards[1]}
+    assert not {facts_key(c.row) for c in shards[0]} & {facts_key(c.row) for c in shards[1]}
     with pytest.raises(ValueError, match="a shard looks like"):
         cells.shard(grid, "4/3")
 
@@ -149,7 +150,7 @@ def test_a_part_of_ragged_rows_has_its_windows() -> None:
     op = registry.default().op("gdn_ring_verify")
     inputs: dict[str, Any] = dict.fromkeys(op.signature.parameters)
     inputs |= {"slots": torch.arange(3), "cu_seqlens": torch.tensor([2, 5, 5, 9]), "q": torch.arange(9.0)}
-    cut = cells.part(op.tensors, inputs, "slots", 1, 2)
+    cut = cells.part(op.tensors, inputs, token_bounds(op.tensors, inputs, "slots"), 1, 2)
     assert cut["slots"].tolist() == [1, 2]
     assert cut["cu_seqlens"].tolist() == [0, 0, 4]
     assert cut["q"].tolist() == [5.0, 6.0, 7.0, 8.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def test_a_last_line_of_zeros_is_torn(tmp_path: Path) -> None:
         (line("a", 1.0).to_line().replace('"digest"', '"digits"'), "unknown field digits"),
         (line("a", 1.0).to_line().replace('"op": "gdn_ring_commit", ', ""), "no field op"),
         (line("a", 1.0).to_line().replace('"full"', '"failed"'), "a failure has no time"),
+        (line("a", 1.0, device={}).to_line(), "no field device"),
+        (line("a", 1.0, device={"id": "nvidia-h200", "sms": 132}).to_line(), "device has no name, arch"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, damage: str, message: str) -> None:
@@ -105,6 +108,16 @@ def test_only_the_newest_source_of_a_kernel_counts() -> None:
         ("config", 5),
         ("batch", "x"),
         ("batch", -1),
+        ("batch", 0),
+        ("batch", True),
+        *((name, odd) for name in ("run", "op", "use", "digest") for odd in (5, None, "", "a\nb", "\ud800", ["x"])),
+        *((name, odd) for name in ("date", "reference", "command", "step", "reason") for odd in (5, {}, "a\x1b[31m", "\ud800")),
+        *((name, odd) for name in ("samples", "copies", "work") for odd in (-1, 1.5, "7", True, None, 10**30)),
+        ("us", [1, 2, 10**400]),
+        ("us", [1, 2, True]),
+        ("bits", "\ud800"),
+        ("stage", ["full"]),
+        ("software", ["torch"]),
     ],
 )
 def test_a_damaged_line_is_refused_with_its_place(tmp_path: Path, field: str, value: object) -> None:
@@ -113,6 +126,79 @@ def test_a_damaged_line_is_refused_with_its_place(tmp_path: Path, field: str, va
     path.write_text(json.dumps({**json.loads(good), field: value}) + "\n" + good + "\n")
     with pytest.raises(JournalError, match=rf"journal\.jsonl.*1.*{field} is"):
         journal.read(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "key", "value"),
+    [
+        *((field, "x", odd) for field in ("row", "facts", "config") for odd in ([1], {}, None, 0.5, "\ud800", 10**30)),
+        *(("load", "history", odd) for odd in ("4", -1, 0.5, True, None, [4])),
+        *(("device", name, odd) for name in ("id", "name", "arch") for odd in (["nvidia-h200"], {}, 5, "", "\ud800")),
+        *(("device", "sms", odd) for odd in ("132", -1, True, [])),
+        *(("conditions", "throttle", odd) for odd in ("power_cap", [1], {"a": 1}, ["\ud800"], None, 1)),
+        *(
+            ("conditions", name, odd)
+            for name in ("sm_mhz", "mem_mhz", "celsius", "foreign")
+            for odd in ("1980", [], float("nan"), True)
+        ),
+        *(("software", "torch", odd) for odd in (2, None, ["2.11.0"], "\ud800")),
+    ],
+)
+def test_a_damaged_part_is_refused_with_its_place(tmp_path: Path, field: str, key: str, value: object) -> None:
+    path = tmp_path / "journal.jsonl"
+    good = line("a", 10, 8).to_line()
+    text = json.loads(good)
+    path.write_text(f"{good}\n{json.dumps({**text, field: {**text.get(field, {}), key: value}})}\n{good}\n")
+    with pytest.raises(JournalError, match=rf"journal\.jsonl, line 2: {field}\.{key} is .*, wanted "):
+        journal.read(path)
+
+
+def test_a_key_that_cannot_be_shown_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    text = json.loads(line("a", 10, 8).to_line())
+    for damaged in ({**text, "row": {"\ud800": 1}}, {**text, "\ud800": 1}):
+        path.write_text(json.dumps(damaged) + "\n")
+        with pytest.raises(JournalError, match=r"line 1: (a key of row is|unknown field) '?\\ud800"):
+            journal.read(path)
+
+
+@pytest.mark.parametrize("deep", ["[" * 200_000, "[" * 200_000 + "]" * 200_000, '{"row": ' + "[" * 900 + "]" * 900 + "}"])
+def test_a_deep_line_is_named(tmp_path: Path, deep: str) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text(line("a", 1.0).to_line() + f"\n{deep}\n")
+    with pytest.raises(JournalError, match=r"journal\.jsonl, line 2: ") as caught:
+        Journal(path)
+    assert len(str(caught.value)) < 400
+    assert path.read_text().endswith(f"\n{deep}\n"), "it is not cut off"
+
+
+def test_what_is_written_can_be_read() -> None:
+    odd = "tab\there, a colour \x1b[31m, half a pair \ud800, two\nlines"
+    assert journal.printable(odd) == r"tab\there, a colour \x1b[31m, half a pair \ud800, two\nlines"
+    written = failed("a", reason=journal.printable(odd)).to_line()
+    assert Result.of_line(written).reason == journal.printable(odd)
+    assert journal.printable("1.5 µs: \u4e2d\u6587") == "1.5 µs: \u4e2d\u6587"
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("the system has no /dev/full")
+    path = tmp_path / "j.jsonl"
+    with pytest.raises(OSError, match=r"No space left on device: '.*j\.jsonl'"), Journal(path) as book:
+        book._file.close()
+        book._file = open("/dev/full", "ab")  # noqa: SIM115 - the journal closes it
+        book.append([line("a", 1.0)])
+    assert book.results == []
+
+
+def test_ten_thousand_lines_are_read_quickly(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_text(
+        f"{line('a', 1.0, conditions={'sm_mhz': 1980, 'throttle': []}, command='tools/tune.py all').to_line()}\n" * 10_000
+    )
+    began = time.process_time()
+    assert len(journal.read(path)) == 10_000
+    assert time.process_time() - began < 5.0
 
 
 def test_a_fingerprint_reads_back_as_it_was() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kernreg import Backend, Kernel, Op, RegistrationError, Registry, UnknownError, ops
+from kernreg import Backend, Kernel, Op, RegistrationError, Registry, Tensor, UnknownError, ops
 from kernreg.registry import default
 from kernreg.source import text_digest
 
@@ -274,3 +274,19 @@ def test_a_script_may_register_kernels_of_its_own(tmp_path: pathlib.Path) -> Non
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and len(done.stdout.split()) == 2, done.stderr
+
+
+def test_an_annotation_that_cannot_be_checked_is_refused_with_the_op_and_the_argument() -> None:
+    def clear(x: int, factor: list) -> None:  # type: ignore[type-arg]
+        ...
+
+    with pytest.raises(RegistrationError, match=r"clear: argument 'factor' is no tensor .* annotated list, wanted int, float"):
+        Op(clear, tensors={"x": Tensor.of("B", "f")}, dtypes={"f": ("f32",)}, mutates=(), facts={}, batch="x")
+
+
+def test_annotations_may_be_evaluated_or_text() -> None:
+    def clear(x: object, n: int, flag: bool, scale: float | None = None) -> None: ...
+
+    clear.__annotations__["n"] = int
+    found = Op(clear, tensors={"x": Tensor.of("B", "f")}, dtypes={"f": ("f32",)}, mutates=(), facts={}, batch="x").scalars
+    assert found == {"n": (int,), "flag": (bool,), "scale": (float, type(None))}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tune_program import tool
 
 from kernreg import Backend, Kernel, Registry, cli, dispatch, ops, policy, registry
 from kernreg.report.chart import SLOWDOWNS, draw
@@ -25,6 +26,7 @@ from kernreg.report.data import Report, RowReport
 from kernreg.report.page import microseconds, page
 from kernreg.tuning import journal
 from kernreg.tuning.journal import JournalError, Result
+from kernreg.tuning.prices import Prices, prices
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN, LATER = "2026-11-30T10:00:00Z", "2026-12-01T10:00:00Z"
@@ -111,6 +113,10 @@ def row_of(results: Sequence[Result], known: Registry, text: str = POLICY) -> Ro
     return row
 
 
+def worst(price: Prices) -> float | None:
+    return price.worst and price.worst.regret
+
+
 class TestNumbers:
     def test_what_the_policy_takes_comes_first_and_has_its_batches_and_class(
         self, results: list[Result], known: Registry
@@ -128,13 +134,13 @@ class TestNumbers:
 
     def test_the_price_is_over_the_fastest_of_each_cell(self, results: list[Result], known: Registry) -> None:
         price = row_of(results, known).price
-        assert sorted(price.slowdowns) == [1.0, 1.0, 1.0, 320 / 304]
-        assert (price.cells, price.median, price.worst) == (4, 1.0, 320 / 304)
-        assert price.where == f"ring=16 heads=48/16 batch=16 layers=48 history=4: {BIG} against {OTHER}"
+        assert sorted(one.regret for one in price.priced) == [1.0, 1.0, 1.0, 320 / 304]
+        assert (price.cells, price.median) == (4, 1.0)
+        assert str(price.worst) == f"ring=16 heads=48/16 batch=16 layers=48 history=4: {BIG} against {OTHER}"
 
     def test_a_choice_that_was_not_timed_has_no_price(self, results: list[Result], known: Registry) -> None:
         row = row_of([r for r in results if r.use != "fast.big"], known)
-        assert (len(row.price.slowdowns), row.price.cells) == (3, 4)
+        assert (len(row.price.priced), row.price.cells) == (3, 4)
         alone = row_of([r for r in results if r.use == "fast.other"], known)
         assert (alone.price.median, alone.price.worst) == (None, None)
 
@@ -150,6 +156,8 @@ class TestNumbers:
         elsewhere = [replace(r, device={**H200, "id": "nvidia-h20", "name": "NVIDIA H20"}) for r in results]
         (place,) = report_of(elsewhere, known).places
         assert place.bandwidth is None and place.rows[0].loads[0].limit == {}
+        (place,) = collect(results, policy.parse(POLICY), known, bandwidths={"nvidia-h200": 8.54e12}).places
+        assert place.bandwidth == 8.54e12 and place.rows[0].loads[0].limit == pytest.approx({1: 5.0, 4: 20.0, 16: 80.0})
 
     def test_a_crossover_lies_between_the_batches_where_the_lead_changes(self, results: list[Result], known: Registry) -> None:
         row = row_of(results, known)
@@ -179,7 +187,7 @@ class TestNumbers:
     ) -> None:
         quick = [replace(r, stage="quick") if r.use == "fast.other" else r for r in results]
         row = row_of(quick, known)
-        assert row.price.worst == 320 / 304 and row.screened == 0
+        assert worst(row.price) == 320 / 304 and row.screened == 0
         assert {p.stage for p in row.loads[0].lines["C"]} == {"quick"}
         slow = [replace(r, us=(900.0, 900.0, 900.0)) if r.use == "fast.other" else r for r in quick]
         row = row_of(slow, known)
@@ -199,7 +207,7 @@ class TestNumbers:
             ("ring=16",),
         )
         assert OTHER not in {s.variant for s in place.rows[0].standings} and place.rows[0].failed == 1
-        assert place.price.worst == 1.0
+        assert worst(place.price) == 1.0
 
     def test_fingerprints_are_counted_and_are_no_timings(self, results: list[Result], known: Registry) -> None:
         bits = replace(line(known, BIG, 1.0), stage="bits", bits="0123456789abcdef", us=None, batch=0, load={}, work=0)
@@ -229,7 +237,7 @@ class TestNumbers:
     def test_a_key_that_the_policy_cannot_be_asked_for_is_still_shown(self, results: list[Result], known: Registry) -> None:
         row = row_of([replace(r, facts={"heads": "48/16", "colour": "red"}) for r in results], known)
         assert "no fact colour" in row.problem
-        assert row.servings == () and len(row.standings) == 3 and row.price.slowdowns == ()
+        assert row.servings == () and len(row.standings) == 3 and row.price.priced == ()
         assert "no fact rink" in page(report_of([replace(r, row={"rink": 16}) for r in results], known))
 
     def test_a_device_without_a_section_says_so(self, results: list[Result], known: Registry) -> None:
@@ -388,6 +396,17 @@ class TestCommand:
         assert (place["op"], place["keys"], place["cells"], place["compared"]) == ("gdn_ring_commit", 1, 4, 4)
         assert (place["median"], place["worst"]) == (1.0, 320 / 304)
 
+    def test_the_bandwidth_is_the_one_measured_beside_the_policy(self, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = files / "tools" / "comparisons"
+        folder.mkdir()
+        (folder / "nvidia-h200.jsonl").write_text('{"section": "copy", "bytes_per_second": 3210000000000}\n')
+        assert self.run() == 0
+        assert "3.21 TB/s" in (files / "report.html").read_text()
+        (folder / "nvidia-h200.jsonl").write_text('{"section": "copy"}\n')
+        capsys.readouterr()
+        assert self.run() == 1
+        assert "nvidia-h200.jsonl, line 1: not a line of a comparison" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("text", "code", "message"),
         [
@@ -452,9 +471,20 @@ class TestShipped:
         recorded = {row.source: row.regret for rows in shipped.policy.ops.values() for row in rows if row.regret}
         for place in shipped.places:
             for row in place.rows:
-                assert len(row.price.slowdowns) == row.price.cells
+                assert len(row.price.priced) == row.price.cells
                 (source,) = {serving.source for serving in row.servings}
-                assert row.price.worst == pytest.approx(recorded[source], abs=6e-4)
+                assert worst(row.price) == pytest.approx(recorded[source], abs=6e-4)
+
+    def test_the_price_is_the_one_that_tune_says(self, shipped: Report) -> None:
+        tune, results = tool(), journal.read(*sorted((ROOT / "tools" / "measurements").glob("*.jsonl")))
+        of_all = prices(results, shipped.policy)
+        assert of_all.priced and (len(shipped.price.priced), shipped.price.cells) == (len(of_all.priced), of_all.cells)
+        assert (shipped.price.median, worst(shipped.price)) == (of_all.median, worst(of_all))
+        text = f"median {shipped.price.median:.3f}, worst {worst(shipped.price):.3f} "
+        assert text in tune.price(shipped.policy, results)
+        for place in shipped.places:
+            alone = prices([r for r in results if r.op == place.op and r.device["id"] == place.device.id], shipped.policy)
+            assert (place.price.median, worst(place.price)) == (alone.median, worst(alone))
 
     def test_the_page_stays_small(self, shipped: Report) -> None:
         text = page(shipped)

@@ -52,6 +52,23 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: pathlib.Path, bad: byte
         results.outdated(file, KNOWN)
 
 
+def test_the_copy_bandwidth_of_each_device(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / results.FOLDER
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_text('{"section": "copy", "bytes_per_second": 4210000000000}\n' + line(DIGEST))
+    (folder / "b.jsonl").write_text(line(DIGEST))
+    assert results.copy_bandwidths(tmp_path / "dispatch.yaml") == {"a": 4.21e12}
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "true", '"4e12"', "NaN", "Infinity", "null", "1" + "0" * 400])
+def test_a_copy_bandwidth_that_is_none_is_named(tmp_path: pathlib.Path, rate: str) -> None:
+    folder = tmp_path / results.FOLDER
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_text(line(DIGEST) + f'{{"section": "copy", "bytes_per_second": {rate}}}\n')
+    with pytest.raises(results.ResultsError, match=r"a.jsonl, line 2: not a line of a comparison"):
+        results.copy_bandwidths(tmp_path / "dispatch.yaml")
+
+
 def test_check_looks_beside_the_policy(tmp_path: pathlib.Path) -> None:
     policy = tmp_path / "dispatch.yaml"
     policy.write_text("schema: 1\ndevices: {}\nops: {}\n")

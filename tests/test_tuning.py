@@ -17,12 +17,14 @@ from worker_tasks import planted_few, screen_nothing, screen_on_cpu, sick, time_
 
 from kernreg.contract import variant_id
 from kernreg.device import Device
+from kernreg.numerics import facts_key
 from kernreg.policy_file import parse
 from kernreg.tuning import build as building
 from kernreg.tuning import cells, grids, journal, measure
 from kernreg.tuning import workers as workers_module
-from kernreg.tuning.build import Evidence, build
-from kernreg.tuning.journal import Journal, canonical
+from kernreg.tuning.build import build
+from kernreg.tuning.choose import KEPT_VARIANTS, Timings
+from kernreg.tuning.journal import Journal
 from kernreg.tuning.measure import Candidate, Effort, FakeBench, Timing
 from kernreg.tuning.prices import differences
 from kernreg.tuning.screen import Failure
@@ -33,6 +35,28 @@ GPU = Device.declared("Fake GPU", "sm_90", 132)
 
 
 # --- timing, without a device
+
+
+def test_contestants_are_interleaved_and_the_reset_is_taken_off() -> None:
+    calls: list[str] = []
+
+    def takes(name: str, *us: float) -> Callable[[], float]:
+        """Each call takes the next of these times, and from then on the last."""
+
+        def replay() -> float:
+            calls.append(name)
+            return us[min(calls.count(name), len(us)) - 1]
+
+        return replay
+
+    replays = {"a": takes("a", 100.0), "slow": takes("slow", 900.0)}
+    reset = takes("reset", 90.0, 4.0, 40.0)  # what counts is the median
+    samples = measure.interleaved(replays, reset, Effort(2, 5, 500.0), 1, lambda: calls.append("half"))
+    assert samples == {"a": [60.0] * 5, "slow": [860.0] * 2}
+    assert calls[:2] == ["a", "slow"] and calls.count("reset") == 7
+    assert calls.index("half") == 2 + 2 * 4, "after the fourth of seven"
+    assert measure.interleaved(replays, None, Effort(1, 1, 1.0), 1) == {"a": [100.0], "slow": [900.0]}
+    assert measure.interleaved({}, takes("reset", 1.0), Effort(1, 1, 1.0), 1) == {}
 
 
 def test_shuffled_rounds_give_each_candidate_its_replays_and_mix_them() -> None:
@@ -51,8 +75,8 @@ def test_short_cells_are_repeated_more_often_than_long_ones() -> None:
     assert full.replays(60_000, 10_000) == full.least
 
 
-def test_the_reset_is_taken_off_and_the_rest_shared_by_the_copies() -> None:
-    timing = measure._timing([104.0, 204.0, 154.0], [4.0, 4.0, 90.0], 10, {})
+def test_a_replay_is_shared_by_the_copies() -> None:
+    timing = measure._timing([100.0, 200.0, 150.0], 10, {})
     assert timing.us == pytest.approx((12.0, 15.0, 18.0))
     assert timing.samples == 3
     assert measure.percentiles([5.0]) == (5.0, 5.0, 5.0)
@@ -147,7 +171,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[measure.GpuBench]:
     """The GPU's bench with processes that do nothing."""
     monkeypatch.setattr(measure, "screen_on_gpu", screen_nothing)
     monkeypatch.setattr(measure, "time_on_gpu", time_nothing)
-    for name in ("leaves_room", "context_is_usable"):
+    for name in ("leaves_room", "healthy"):
         monkeypatch.setattr(measure, name, workers_module.always_healthy)
     made = measure.GpuBench(0, "no such GPU", timeout=120, cores=2)
     yield made
@@ -211,10 +235,10 @@ def test_a_run_times_all_at_the_anchors_and_the_leaders_everywhere(tmp_path: Pat
     quick = [r for r in results if r.stage == "quick"]
     full = [r for r in results if r.stage == "full"]
     assert Counter((r.row_key, r.cell_key) for r in quick) == {
-        (canonical(c.row), canonical(c.where)): 18 for c in grid.cells if c.anchor
+        (facts_key(c.row), facts_key(c.where)): 18 for c in grid.cells if c.anchor
     }
     per_cell = Counter((r.row_key, r.cell_key) for r in full)
-    assert len(per_cell) == len(grid.cells) and set(per_cell.values()) == {building.KEPT_VARIANTS}
+    assert len(per_cell) == len(grid.cells) and set(per_cell.values()) == {KEPT_VARIANTS}
     for result in results:
         assert result.device["id"] == "fake-gpu" and result.digest and result.reference == "fake.reference" and result.date
 
@@ -224,12 +248,13 @@ def test_a_candidate_that_fails_costs_itself_and_is_recorded(tmp_path: Path) -> 
         run.tune()
         clean = run.journal.results
     winner = Counter(r.variant for r in clean if r.stage == "full").most_common(1)[0][0]
-    bench = FakeBench(1, failures={winner: Failure("launch", "killed by signal 11")})
+    bench = FakeBench(1, failures={winner: Failure("launch", "a\tsignal \ud800")})
     with tuned(tmp_path / "b.jsonl", bench) as run:
         assert run.tune()
         results = run.journal.results
     assert {r.variant for r in results if r.stage != "failed"} == {r.variant for r in clean} - {winner}
-    assert {(r.variant, r.step, r.reason) for r in results if r.stage == "failed"} == {(winner, "launch", "killed by signal 11")}
+    assert {(r.variant, r.step, r.reason) for r in results if r.stage == "failed"} == {(winner, "launch", "a\\tsignal \\ud800")}
+    assert journal.read(tmp_path / "b.jsonl") == results
     takes = [row.entries[0].use for row in parse(build(results)).ops[OP.name]]
     assert winner not in [variant_id(use.kernel, use.config) for use in takes]
 
@@ -238,7 +263,7 @@ def test_what_the_policy_takes_is_timed_everywhere(tmp_path: Path) -> None:
     with tuned(tmp_path / "a.jsonl", FakeBench(1)) as run:
         run.tune()
         results = run.journal.results
-    row = canonical(small_grid().cells[0].row)
+    row = facts_key(small_grid().cells[0].row)
     full = {r.variant for r in results if r.stage == "full" and r.row_key == row}
     mine = [r for r in results if r.timed and r.row_key == row and r.use == "fake.per_head"]
     losers = {r.variant: r for r in mine if r.variant not in full}
@@ -412,11 +437,11 @@ def test_close_calls_are_timed_again_and_count_together(tmp_path: Path) -> None:
     assert set(again) <= {(r.row_key, r.cell_key, r.variant) for r in results if r.stage == "full"}
     assert {1, 3} <= set(again.values()) <= {1, 2, 3}, "what stays close is timed more often"
     for row in {r.row_key for r in results}:
-        evidence = Evidence()
-        evidence.add([r for r in results if r.row_key == row and r.stage != "again"])
-        close = {(row, one.cell, v) for one in evidence.table().close() for v in one.variants}
+        known = Timings()
+        known.add([r for r in results if r.row_key == row and r.stage != "again"])
+        close = {(row, one.cell, v) for one in known.table().close() for v in one.variants}
         assert close == {place for place in again if place[0] == row}
-        often = {(row, one.cell, v) for one in evidence.table().close() for v in one.variants if one.gap <= CLOSE / 2}
+        often = {(row, one.cell, v) for one in known.table().close() for v in one.variants if one.gap <= CLOSE / 2}
         assert all(again[place] > 1 for place in often)
 
 

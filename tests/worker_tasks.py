@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kernreg.registry import Registry
-from kernreg.tuning.measure import Found, Outcome, ScreenTask, TimeTask, Timing, Trial
+from kernreg.tuning.measure import Outcome, Screening, ScreenTask, TimeTask, Timing, Trial
 from kernreg.tuning.screen import Failure, screen
 from kernreg.tuning.workers import Note
 
@@ -32,7 +32,7 @@ def sick() -> bool:
     return False
 
 
-def screen_on_cpu(trial: Trial, note: Note) -> Found:
+def screen_on_cpu(trial: Trial, note: Note) -> Screening:
     """A screening of the planted kernels, as the GPU's workers do it."""
     from planted_kernels import registry
 
@@ -63,7 +63,7 @@ def planted_fast() -> Registry:
     return planted_few("planted.honest", "planted.one_ulp")
 
 
-def screen_nothing(task: ScreenTask, note: Note) -> Found:
+def screen_nothing(task: ScreenTask, note: Note) -> Screening:
     """A screening process that screens nothing: its number stands for the fingerprint."""
     return None if task.trial.compile_only else f"{os.getpid():016x}"
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,7 +37,7 @@ from kernreg.dispatch import Plan
 from kernreg.evidence import installed_source
 from kernreg.tuning import grids
 from kernreg.tuning.cells import Cell, Grid, Rotation
-from kernreg.tuning.measure import Watch, percentiles, shuffled_rounds, software
+from kernreg.tuning.measure import Effort, Watch, capture, elapsed_us, interleaved, percentiles, software
 from kernreg.tuning.screen import Failure
 from kernreg.tuning.tuner import now
 
@@ -49,41 +50,22 @@ Runs = Mapping[str, Callable[[], None]]
 # --- timing
 
 
-def capture(run: Callable[[], None]) -> Any:
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    run()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def elapsed_us(graph: Any) -> float:
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
-
-
 def replayed(runs: Runs, before: Callable[[], None] | None, budget_us: float = 40_000.0) -> dict[str, list[float]]:
     """Percentiles 20, 50, 80 of each contestant's time in microseconds, without `before`, which puts cursors back."""
-    graphs = {name: capture(run) for name, run in runs.items()}
-    reset = capture(before) if before else None
-    first = {name: elapsed_us(graph) for name, graph in graphs.items()}
-    rounds = {name: max(5, min(21, int(budget_us / us))) for name, us in first.items()}
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    alone: list[float] = []
-    for name in shuffled_rounds(rounds, seed=1):
-        alone.append(elapsed_us(reset) if reset else 0.0)
-        samples[name].append(elapsed_us(graphs[name]))
-    off = percentiles(alone)[1]
-    return {name: [us - off for us in percentiles(values)] for name, values in samples.items()}
+    graphs = {name: compiled(run) for name, run in runs.items()}
+    reset = partial(elapsed_us, compiled(before)) if before else None
+    replays = {name: partial(elapsed_us, graph) for name, graph in graphs.items()}
+    samples = interleaved(replays, reset, Effort(5, 21, budget_us), seed=1)
+    return {name: list(percentiles(values)) for name, values in samples.items()}
+
+
+def compiled(run: Callable[[], None]) -> Any:
+    """A CUDA graph of a run, after running it once."""
+    import torch
+
+    run()
+    torch.cuda.synchronize()
+    return capture(run)
 
 
 def copy_bandwidth() -> float:

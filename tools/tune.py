@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from kernreg import device as devices
 from kernreg import registry as registries
 from kernreg.device import Device
+from kernreg.evidence import installed_source
 from kernreg.policy import Policy, PolicyError, lint, parse
 from kernreg.registry import Registry
 from kernreg.tuning.build import build, incumbents, write
@@ -276,10 +277,10 @@ def is_offered(registry: Registry, result: Result) -> bool:
 
 def installed(registry: Registry, results: Sequence[Result]) -> dict[str, dict[str, str]]:
     """Digests of the present sources of the kernels that were measured."""
-    known = {(op, kernel.name): kernel for op in {r.op for r in results} & registry.ops.keys() for kernel in registry.kernels(op)}
+    known = {(op, kernel.name) for op in {r.op for r in results} & registry.ops.keys() for kernel in registry.kernels(op)}
     found: dict[str, dict[str, str]] = {}
-    for op, use in sorted({(r.op, r.use) for r in results} & known.keys()):
-        found.setdefault(op, {})[use] = registry.source_digest(known[op, use])[:16]
+    for op, use in sorted({(r.op, r.use) for r in results} & known):
+        found.setdefault(op, {})[use] = installed_source(registry, op, use)
     return found
 
 
@@ -290,8 +291,8 @@ def price(policy: Policy, results: Sequence[Result]) -> str:
     """What the policy's choice costs against the fastest variant of each cell, in words."""
     found = prices(results, policy)
     worst = found.worst
-    where = f", worst {worst.regret:.3f} ({worst.where}: {worst.taken} against {worst.best})" if worst else ""
-    return f"{len(found.priced)} of {found.cells} cells, median {found.median:.3f}{where}"
+    text = f", median {found.median:.3f}, worst {worst.regret:.3f} ({worst.op} {worst})" if worst else ""
+    return f"{len(found.priced)} of {found.cells} cells{text}"
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -21,26 +21,36 @@ from kernreg.contract import ContractError, FactValue, format_facts
 from kernreg.device import Device
 from kernreg.evidence import changed as changed_kernels
 from kernreg.evidence import installed_source
+from kernreg.numerics import facts_key
 from kernreg.policy import Decision, Policy, PolicyError
 from kernreg.registry import Registry, UnknownError
-from kernreg.report.data import Crossover, Failure, Load, Place, Point, Price, Report, RowReport, Run, Serving, Standing
-from kernreg.tuning.choose import TIE, Evidence
-from kernreg.tuning.journal import JournalError, Result, canonical, current
+from kernreg.report.data import Crossover, Failures, Load, Place, Point, Report, RowReport, Run, Serving, Standing
+from kernreg.tuning.build import incumbents
+from kernreg.tuning.choose import TIE, Timings
+from kernreg.tuning.journal import JournalError, Result, current
+from kernreg.tuning.prices import Prices, prices_of
 
 COPY_BANDWIDTH = {"nvidia-h200": 4.27e12}
 """By device id, the bytes a second that a large device-to-device copy moves, read and written bytes together, as measured.
-A device that is not here has no limit in the report."""
+Used where no comparison beside the policy has measured it (see `kernreg.results.copy_bandwidths`)."""
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
-def collect(results: Iterable[Result], policy: Policy, registry: Registry, sources: Sequence[str] = ()) -> Report:
+def collect(
+    results: Iterable[Result],
+    policy: Policy,
+    registry: Registry,
+    sources: Sequence[str] = (),
+    bandwidths: Mapping[str, float] | None = None,
+) -> Report:
     """Everything that the page shows.
 
     Args:
         results: lines of the journals. sources: what to call these.
         registry: the kernels here; their sources say what is stale. What is not installed here must not count as missing.
+        bandwidths: as `COPY_BANDWIDTH`, and before it. A device that is in neither has no limit in the report.
 
     Raises:
         JournalError: a result that does not say what it was measured on.
@@ -48,7 +58,8 @@ def collect(results: Iterable[Result], policy: Policy, registry: Registry, sourc
     results = list(results)
     alive = current(results)
     by_place = _grouped(results, lambda r: (r.op, str(r.device.get("id"))))
-    places = tuple(_Place(op, tuple(part), policy, registry).report() for (op, _), part in sorted(by_place.items()))
+    known = {**COPY_BANDWIDTH, **(bandwidths or {})}
+    places = tuple(_Place(op, tuple(part), policy, registry, known).report() for (op, _), part in sorted(by_place.items()))
     return Report(policy, places, len(results), len(results) - len(alive), tuple(sources))
 
 
@@ -58,19 +69,20 @@ class _Place:
     results: tuple[Result, ...]
     policy: Policy
     registry: Registry
+    bandwidths: Mapping[str, float]
 
     def report(self) -> Place:
         by_row = _grouped(current(self.results), lambda r: r.row_key)
-        rows = [_Row(self, tuple(part), self.evidence(part)) for part in by_row.values()]
+        rows = [_Row(self, tuple(part), self.timings(part)) for part in by_row.values()]
         rows.sort(key=lambda row: row.order)
         reports = tuple(row.report(f"{self.anchor}-{number}") for number, row in enumerate(rows, 1))
         return Place(
             self.anchor,
             self.op,
             self.device,
-            COPY_BANDWIDTH.get(self.device.id),
+            self.bandwidth,
             reports,
-            Price.joined(row.price for row in reports),
+            Prices.joined(row.price for row in reports),
             tuple(_failures(rows)),
             tuple(self.run(run, part) for run, part in sorted(_grouped(self.results, lambda r: r.run).items())),
             self.changed,
@@ -87,15 +99,19 @@ class _Place:
             raise JournalError(f"{told}, wanted id, name, arch and sms") from error
 
     @property
+    def bandwidth(self) -> float | None:
+        return self.bandwidths.get(self.device.id)
+
+    @property
     def anchor(self) -> str:
         return f"{self.op}-{self.device.id}"
 
     @staticmethod
-    def evidence(results: Iterable[Result]) -> Evidence:
-        evidence = Evidence()
+    def timings(results: Iterable[Result]) -> Timings:
+        timings = Timings()
         for _, part in sorted(_grouped(results, lambda r: r.run).items()):
-            evidence.add(part)
-        return evidence
+            timings.add(part)
+        return timings
 
     @cached_property
     def changed(self) -> Mapping[str, str]:
@@ -156,14 +172,14 @@ class _Row:
 
     place: _Place
     results: tuple[Result, ...]
-    evidence: Evidence
+    timings: Timings
 
     def report(self, anchor: str) -> RowReport:
-        charts = _grouped(self.cells, lambda cell: canonical(_where(next(iter(cell.values())))))
+        charts = _grouped(self.cells, lambda cell: facts_key(_where(next(iter(cell.values())))))
         wheres = [_where(next(iter(chart[0].values()))) for chart in charts.values()]
         common = {k: v for k, v in wheres[0].items() if all(k in w and w[k] == v for w in wheres)} if wheres else {}
         loads = [self.load(chart, common) for chart in charts.values()]
-        timed = {v for cell in self.evidence.times.values() for v in cell} - set(self.letters) - self.evidence.failed
+        timed = {v for cell in self.timings.times.values() for v in cell} - set(self.letters) - self.timings.failed
         return RowReport(
             anchor,
             self.results[0].row,
@@ -173,7 +189,7 @@ class _Row:
             tuple(sorted(loads, key=lambda load: _natural(load.facts.values()))),
             self.price,
             len(timed),
-            len(self.evidence.failed),
+            len(self.timings.failed),
             self.problem,
         )
 
@@ -185,7 +201,7 @@ class _Row:
     def cells(self) -> list[dict[str, Result]]:
         """Of each cell what is shown of it: the variants timed in full anywhere in the row, and whatever is fastest in a cell,
         though only screened. Everything where nothing was timed in full yet."""
-        fair = [{v: r for v, r in cell.items() if v not in self.evidence.failed} for cell in self.evidence.times.values()]
+        fair = [{v: r for v, r in cell.items() if v not in self.timings.failed} for cell in self.timings.times.values()]
         full = {v for cell in fair for v, r in cell.items() if r.stage == "full"}
         shown = full | {_fastest(cell).variant for cell in fair if cell} if full else {v for cell in fair for v in cell}
         found = filter(None, ({v: r for v, r in cell.items() if v in shown} for cell in fair))
@@ -255,18 +271,10 @@ class _Row:
         return self.decisions[result.key, result.batch].variant.id
 
     @cached_property
-    def price(self) -> Price:
-        found = []
-        for cell in self.cells:
-            variant = self.taken(next(iter(cell.values())))
-            if variant in cell:
-                best = _fastest(cell)
-                found.append((cell[variant].median / best.median, cell[variant], best))
-        if not found:
-            return Price((), len(self.cells))
-        _, mine, best = max(found, key=lambda item: item[0])
-        where = f"{format_facts(mine.row.items())} {_cell_text(mine)}: {mine.variant} against {best.variant}"
-        return Price(tuple(slowdown for slowdown, _, _ in found), len(self.cells), where)
+    def price(self) -> Prices:
+        place, row = self.place, self.results[0].row_key
+        held = None if self.problem else incumbents(place.policy, place.op, place.device.id).get(row)
+        return prices_of(place.op, place.device.id, self.timings.table(), held)
 
     # --- one chart
 
@@ -275,7 +283,7 @@ class _Row:
         lines: dict[str, list[Point]] = {letter: [] for letter in letters.values()}
         chosen: dict[int, str] = {}
         limit: dict[int, float] = {}
-        bandwidth = COPY_BANDWIDTH.get(self.place.device.id)
+        bandwidth = self.place.bandwidth
         for cell in cells:
             one = next(iter(cell.values()))
             for variant, slowdown in _slowdowns(cell).items():
@@ -328,12 +336,12 @@ def _slowdowns(cell: Mapping[str, Result]) -> dict[str, float]:
     return {variant: result.median / best for variant, result in cell.items()}
 
 
-def _failures(rows: Iterable[_Row]) -> Iterator[Failure]:
+def _failures(rows: Iterable[_Row]) -> Iterator[Failures]:
     """What is out in at least one row, grouped by kernel and reason."""
-    lines = (r for row in rows for r in row.results if r.stage == "failed" and r.variant in row.evidence.failed)
+    lines = (r for row in rows for r in row.results if r.stage == "failed" and r.variant in row.timings.failed)
     for (use, step, reason), part in sorted(_grouped(lines, lambda r: (r.use, r.step, r.reason)).items()):
         keys = _unique(format_facts(r.row.items()) for r in part)
-        yield Failure(use, step, reason, _unique(r.variant for r in part), keys)
+        yield Failures(use, step, reason, _unique(r.variant for r in part), keys)
 
 
 def _where(result: Result) -> dict[str, FactValue]:

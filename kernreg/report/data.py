@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from kernreg.contract import FactValue, format_facts
 from kernreg.device import Device
 from kernreg.policy import LEVELS, Policy
+from kernreg.tuning.prices import Prices
 
 
 @dataclass(frozen=True)
@@ -116,37 +116,11 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class Price:
-    """What the policy's choice costs against the fastest variant of every measured cell, whatever its bits.
-
-    slowdowns: of each cell where the chosen variant was timed. cells: all of them. where: the worst of them, in words.
-    """
-
-    slowdowns: tuple[float, ...]
-    cells: int
-    where: str = ""
-
-    @staticmethod
-    def joined(prices: Iterable[Price]) -> Price:
-        prices = list(prices)
-        worst = max((p for p in prices if p.slowdowns), key=lambda p: max(p.slowdowns), default=None)
-        slowdowns = tuple(s for price in prices for s in price.slowdowns)
-        return Price(slowdowns, sum(price.cells for price in prices), worst.where if worst else "")
-
-    @property
-    def median(self) -> float | None:
-        return median(self.slowdowns) if self.slowdowns else None
-
-    @property
-    def worst(self) -> float | None:
-        return max(self.slowdowns, default=None)
-
-
-@dataclass(frozen=True)
 class RowReport:
     """One row key of an op on a device.
 
     common: facts and load that all charts share. servings: what the policy takes, by batch. problem: why it cannot be asked.
+    price: of what the policy's own row for this key and device takes, whatever is pinned (see `kernreg.tuning.prices`).
     screened: variants that were timed quickly and left.
     """
 
@@ -156,7 +130,7 @@ class RowReport:
     servings: tuple[Serving, ...]
     standings: tuple[Standing, ...]
     loads: tuple[Load, ...]
-    price: Price
+    price: Prices
     screened: int
     failed: int
     problem: str = ""
@@ -167,7 +141,7 @@ class RowReport:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failures:
     """Variants of one kernel that are out, for one reason."""
 
     use: str
@@ -201,8 +175,8 @@ class Place:
     device: Device
     bandwidth: float | None
     rows: tuple[RowReport, ...]
-    price: Price
-    failures: tuple[Failure, ...]
+    price: Prices
+    failures: tuple[Failures, ...]
     runs: tuple[Run, ...]
     changed: Mapping[str, str]
 
@@ -218,8 +192,8 @@ class Report:
     sources: tuple[str, ...] = ()
 
     @property
-    def price(self) -> Price:
-        return Price.joined(place.price for place in self.places)
+    def price(self) -> Prices:
+        return Prices.joined(place.price for place in self.places)
 
     def as_dict(self) -> dict[str, Any]:
         """What the command line says of it. compared: cells where the chosen variant was timed."""
@@ -233,9 +207,9 @@ class Report:
                     "device": place.device.id,
                     "keys": len(place.rows),
                     "cells": place.price.cells,
-                    "compared": len(place.price.slowdowns),
+                    "compared": len(place.price.priced),
                     "median": place.price.median,
-                    "worst": place.price.worst,
+                    "worst": place.price.worst and place.price.worst.regret,
                     "failed": sum(len(failure.variants) for failure in place.failures),
                     "changed": sorted(place.changed),
                 }

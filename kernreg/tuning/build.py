@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kernreg.contract import FactValue
+from kernreg.numerics import facts_key
 from kernreg.policy_file import SCHEMA, Policy, Row, parse
-from kernreg.tuning.choose import FLOOR_US, KEPT_VARIANTS, TIE, Evidence, Plan, Span, Table, leaders, of_row, replay
-from kernreg.tuning.journal import Result, canonical, current, sync_folder
+from kernreg.tuning.choose import Choice, Span, Table, of_row, replay
+from kernreg.tuning.journal import Result, current, naming, sync_folder
 from kernreg.yaml_subset import CONSTANTS, SWITCHES, WORD, Node, PolicyError, read
-
-__all__ = ["FLOOR_US", "KEPT_VARIANTS", "TIE", "Evidence", "build", "incumbents", "leaders", "scalar", "write"]
 
 PREVIOUS = "the previous file"
 WIDTH = 120  # of a line that lists what could also stand on lines of their own
@@ -61,7 +60,7 @@ def incumbents(policy: Policy | None, op: str, device: str) -> dict[str, Row]:
 
 
 def _row_key(row: Row) -> str:
-    return canonical({c.key: c.values[0] for c in row.when if c.key != "device"})
+    return facts_key({c.key: c.values[0] for c in row.when if c.key != "device"})
 
 
 def _unreplayed(policy: Policy | None, op: str, device: str, runs: Collection[str]) -> list[str]:
@@ -108,7 +107,7 @@ def build(
     return text
 
 
-Chosen: TypeAlias = "tuple[Table, Plan]"
+Chosen: TypeAlias = "tuple[Table, Choice]"
 
 
 def _chosen(results: Sequence[Result], op: str, device: str, old: Policy | None) -> Iterator[Chosen]:
@@ -132,7 +131,7 @@ def _natural(value: object) -> list[tuple[int, str]]:
 
 def _digests(chosen: Iterable[Chosen]) -> dict[str, str]:
     """Of the kernels that these rows take."""
-    used = [table.variants[span.variant] for table, plan in chosen for span in plan.spans]
+    used = [table.variants[span.variant] for table, choice in chosen for span in choice.spans]
     return dict(sorted((result.use, result.digest) for result in used))
 
 
@@ -143,34 +142,34 @@ def _is_stale(chosen: Chosen, installed: Mapping[str, str]) -> bool:
 # --- a row
 
 
-def _row(device: str, table: Table, plan: Plan, stale: bool) -> str:
-    row = table.variants[plan.spans[0].variant].row
-    entries = [_entry(table, plan, span) for span in plan.spans]
+def _row(device: str, table: Table, choice: Choice, stale: bool) -> str:
+    row = table.variants[choice.spans[0].variant].row
+    entries = [_entry(table, choice, span) for span in choice.spans]
     fields: dict[str, str] = {"when": flow({"device": device, **row})}
     if stale:
         fields["stale"] = "true"
-    classes = {team.numerics: team.members for team in table.teams if team.numerics}
-    if plan.team.numerics:
-        fields["class"] = scalar(plan.team.numerics)
+    classes = {group.numerics: group.members for group in table.groups if group.numerics}
+    if choice.group.numerics:
+        fields["class"] = scalar(choice.group.numerics)
     if len(entries) == 1:
         fields |= entries[0]
     else:
-        ends = [*(str(span.batches[-1]) for span in plan.spans[:-1]), REST]
+        ends = [*(str(span.batches[-1]) for span in choice.spans[:-1]), REST]
         fields["batch"] = "".join(_batch_entry({"upto": end, **entry}) for end, entry in zip(ends, entries, strict=True))
-    if plan.team.numerics:
+    if choice.group.numerics:
         fields["classes"] = "".join(f"\n        {scalar(name)}: {_variants(classes[name])}" for name in sorted(classes))
     fields |= {
-        "regret": f"{plan.standing.slowest:.3f}",
+        "regret": f"{choice.standing.slowest:.3f}",
         "measured": _listed([flow(area) for area in _areas(table)]),
     }
     lines = [f"{name}: {value}".replace(": \n", ":\n") for name, value in fields.items()]
     return "    - " + "\n      ".join(lines) + "\n"
 
 
-def _entry(table: Table, plan: Plan, span: Span) -> dict[str, str]:
+def _entry(table: Table, choice: Choice, span: Span) -> dict[str, str]:
     """A variant with its numbers at its largest cell."""
     key = table.largest(span)
-    at, other = table.cells[key][span.variant], table.runner_up(plan, span)
+    at, other = table.cells[key][span.variant], table.runner_up(choice, span)
     fields = {"use": scalar(at.use), "config": flow(at.config), "us": _us(at)}
     if other:
         fields |= {"next": _us(table.cells[key][other]), "runner_up": scalar(other)}
@@ -241,7 +240,8 @@ def _section(
     kernels |= {op: dict(held.kernels[op]) for op in staying if op in held.kernels} if held else {}
     one = max(newest.values(), key=lambda r: (r.run, r.date)).device
     fields = [f"{name}: {scalar(one[name])}" for name in ("name", "arch", "sms")]
-    fields.append(f"measured: {flow({**_versions(versions), **dict(sorted(runs.items()))})}")
+    measured = {**_versions(versions), **dict(sorted(runs.items()))}
+    fields += ["measured:", *(f"  {scalar(name)}: {scalar(text)}" for name, text in measured.items())]
     listed = [f"  {scalar(op)}: {flow(kernels[op])}" for op in sorted(kernels) if kernels[op]]
     fields += ["kernels:", *listed] if listed else []
     return f"  {scalar(device)}:\n" + "".join(f"    {field}\n" for field in fields)
@@ -413,7 +413,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with naming(path), os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kernreg.contract import Case, FactValue, Op, Tensor
+from kernreg.rows import cut, token_bounds
 
 COLD_BYTES = 4e8  # inputs rotate over this much: several times the largest L2 cache there is
 
@@ -93,43 +94,29 @@ class Rotation:
         op = self.grid.op
         mutated = [self.inputs[name] for name in op.mutates if self.inputs[name] is not None]
         self.kept = [(tensor, tensor.clone()) for tensor in mutated if not tensor.dtype.is_floating_point]
-        self.calls = [part(op.tensors, self.inputs, op.batch, copy * cell.batch, cell.batch) for copy in range(cell.copies)]
+        bounds = token_bounds(op.tensors, self.inputs, op.batch)
+        self.calls = [part(op.tensors, self.inputs, bounds, copy * cell.batch, cell.batch) for copy in range(cell.copies)]
 
     def reset(self) -> None:
         for tensor, saved in self.kept:
             tensor.copy_(saved)
 
 
-def part(tensors: Mapping[str, Tensor], inputs: Mapping[str, Any], batch: str, first: int, count: int) -> dict[str, Any]:
-    """The arguments of a call on `count` rows from `first` on: tensors [B, ..] and, where rows have tokens, [N, ..] cut down.
+def part(
+    tensors: Mapping[str, Tensor], inputs: Mapping[str, Any], bounds: Sequence[int], first: int, count: int
+) -> dict[str, Any]:
+    """The arguments of a call on `count` rows from `first` on, as views of `inputs`; pools are passed whole.
 
-    batch: the argument whose first dim is the rows. Pools are passed whole.
+    bounds: of the rows' tokens (see `kernreg.rows.token_bounds`).
     """
-    cut = dict(inputs)
-    begin, end = _tokens(tensors, inputs, batch, first, first + count)
-    for name, spec in tensors.items():
-        value = inputs[name]
-        if value is None:
-            continue
-        match spec.dims[0]:
-            case "B":
-                cut[name] = value[first : first + count]
-            case "N":
-                cut[name] = value[begin:end]
-            case "B1":
-                cut[name] = value[first : first + count + 1] - value[first]
-    return cut
-
-
-def _tokens(tensors: Mapping[str, Tensor], inputs: Mapping[str, Any], batch: str, first: int, last: int) -> tuple[int, int]:
-    """First and last token of the rows: by their windows, or an equal share each."""
-    given = {name: spec.dims[0] for name, spec in tensors.items() if inputs[name] is not None}
-    for name in (n for n, dim in given.items() if dim == "B1"):
-        return int(inputs[name][first]), int(inputs[name][last])
-    for name in (n for n, dim in given.items() if dim == "N"):
-        share = inputs[name].shape[0] // max(inputs[batch].shape[0], 1)
-        return first * share, last * share
-    return 0, 0
+    last = first + count
+    return cut(
+        tensors,
+        inputs,
+        lambda value: value[first:last],
+        lambda value: value[bounds[first] : bounds[last]],
+        lambda value: value[first : last + 1] - value[first],
+    )
 
 
 def shard(whole: Grid, share: str) -> Grid:

@@ -1,8 +1,8 @@
 """Choosing: from the results of one policy row to the variants that it takes.
 
-A *team* is what one row may hold side by side: the variants of one numerics class, a different one for each batch if need be,
+A *group* is what one row may hold side by side: the variants of one numerics class, a different one for each batch if need be,
 or a single variant whose fingerprint is not known for every static key of the row. A cell's regret is a variant's time over
-the fastest one's, whatever their bits, with what a step spends around the call added to both. A row takes the team whose worst
+the fastest one's, whatever their bits, with what a step spends around the call added to both. A row takes the group whose worst
 regret is least; inside it each measured batch takes the variant whose worst regret over the cells of that batch is least, and
 neighbouring batches share a variant where that costs next to nothing. What was taken before stays unless the gain exceeds
 3 % and the measured noise.
@@ -19,9 +19,9 @@ from statistics import median
 from typing import TypeAlias, TypeVar
 
 from kernreg.contract import FactValue
-from kernreg.numerics import classes
+from kernreg.numerics import classes, facts_key
 from kernreg.policy_file import Row, Use
-from kernreg.tuning.journal import Result, canonical
+from kernreg.tuning.journal import Result
 
 LEAST_GAIN = 0.03  # an incumbent stays for less
 TIE = 1.006  # regrets closer than this are equal: with the noise, choosing the other one costs less than 1 %
@@ -31,13 +31,13 @@ FLOOR_US = 10.0
 LAYERS_A_STEP = 32
 KEPT_VARIANTS = 8
 WINNERS = 2  # places among the kept for the fastest of single cells
-CONTENDERS, BEHIND = 4, 1.2  # so many teams, and no more behind the best, are thought to have a chance to win
+CONTENDERS, BEHIND = (4, 1.2)  # so many groups, and no more behind the best, are thought to have a chance to win
 
-T = TypeVar("T", "Plan", "Standing")
+T = TypeVar("T", "Choice", "Standing")
 
 
 @dataclass(frozen=True)
-class Team:
+class Group:
     """numerics: id of the class, or None for a single variant without fingerprints. members: variant ids in order."""
 
     numerics: str | None
@@ -67,10 +67,10 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Choice:
     """What a row takes."""
 
-    team: Team
+    group: Group
     spans: tuple[Span, ...]
     standing: Standing
 
@@ -102,8 +102,8 @@ def of_row(row: Row | None) -> Incumbent:
     return lambda table: {batch: found for batch in table.batches if (found := table.find(row.entry(batch).use)) is not None}
 
 
-def of_plan(plan: Plan) -> Incumbent:
-    return lambda table: {batch: plan.variant(batch) for batch in table.batches if plan.variant(batch) in table.variants}
+def of_choice(choice: Choice) -> Incumbent:
+    return lambda table: {batch: choice.variant(batch) for batch in table.batches if choice.variant(batch) in table.variants}
 
 
 def matches(use: Use, kernel: str, config: Mapping[str, FactValue]) -> bool:
@@ -114,8 +114,8 @@ def matches(use: Use, kernel: str, config: Mapping[str, FactValue]) -> bool:
 # --- what is known
 
 
-class Evidence:
-    """What is known of one row.
+class Timings:
+    """What was measured of one row: times, failures, fingerprints.
 
     times: for each cell and variant the newest full timing, else the newest quick one.
     failed: variants that are out of the row.
@@ -167,7 +167,7 @@ class Evidence:
 
 def compiler(line: Result) -> str:
     """The software that decides bits: the driver does not."""
-    return canonical({name: version for name, version in line.software.items() if name != "driver"})
+    return facts_key({name: version for name, version in line.software.items() if name != "driver"})
 
 
 def merged(part: Sequence[Result]) -> Result:
@@ -219,17 +219,18 @@ class Table:
         return min((v for v, r in self.variants.items() if matches(use, r.use, r.config)), default=None)
 
     @cached_property
-    def teams(self) -> tuple[Team, ...]:
+    def groups(self) -> tuple[Group, ...]:
         """Those that can serve every batch."""
         keys = {self._any(key).key for key in self.cells}
         known = {v: {key: self._bits[v][key] for key in keys} for v in self.variants if keys <= self._bits.get(v, {}).keys()}
-        teams = [Team(name, members) for name, members in classes({v: known[v] for v in known if self._timed[v]}).items()]
-        teams += [Team(None, (v,)) for v in self.wide if v not in known and v in self.variants]
-        return tuple(team for team in teams if all(self.members(team, batch) for batch in self.batches)) if self.batches else ()
+        groups = [Group(name, members) for name, members in classes({v: known[v] for v in known if self._timed[v]}).items()]
+        groups += [Group(None, (v,)) for v in self.wide if v not in known and v in self.variants]
+        able = [group for group in groups if all(self.members(group, batch) for batch in self.batches)]
+        return tuple(able) if self.batches else ()
 
-    def members(self, team: Team, *batches: int) -> list[str]:
+    def members(self, group: Group, *batches: int) -> list[str]:
         """Those that were timed in all cells of these batches."""
-        return [v for v in team.members if self._timed[v].issuperset(batches)]
+        return [v for v in group.members if self._timed[v].issuperset(batches)]
 
     def standing(self, taken: Mapping[int, str]) -> Standing:
         """Of one variant for each of these batches, over their cells."""
@@ -251,7 +252,7 @@ class Table:
 
     def _order(self, variants: Iterable[str]) -> tuple[tuple[str, str], ...]:
         results = [self.variants[v] for v in dict.fromkeys(variants)]
-        return tuple((result.use, canonical(result.config)) for result in results)
+        return tuple((result.use, facts_key(result.config)) for result in results)
 
     def alone(self, batch: int, variant: str) -> Standing:
         """A variant in one batch."""
@@ -267,8 +268,8 @@ class Table:
         cells = [(self._any(standing.where).batch, self.cells[standing.where]) for standing, _ in taken]
         return max(cell[takes(batch)].spread for batch, cell in cells for _, takes in taken)
 
-    def threshold(self, one: Plan, other: Plan) -> float:
-        """The gain that it takes to replace one plan by another."""
+    def threshold(self, one: Choice, other: Choice) -> float:
+        """The gain that it takes to replace one choice by another."""
         return max(LEAST_GAIN, self.noise((one.standing, one.variant), (other.standing, other.variant)))
 
     def threshold_at(self, batch: int, one: str, other: str) -> float:
@@ -276,11 +277,11 @@ class Table:
         pair = [(self.alone(batch, variant), lambda _, variant=variant: variant) for variant in (one, other)]
         return max(LEAST_GAIN, self.noise(*pair))
 
-    # --- one team
+    # --- one group
 
-    def plan(self, team: Team, held: Mapping[int, str] | None = None) -> Plan:
-        """The best that a team can do; `held` is what each batch takes now."""
-        admitted = [(batch, self._admitted(team, batch, (held or {}).get(batch))) for batch in self.batches]
+    def choice(self, group: Group, held: Mapping[int, str] | None = None) -> Choice:
+        """The best that a group can do; `held` is what each batch takes now."""
+        admitted = [(batch, self._admitted(group, batch, (held or {}).get(batch))) for batch in self.batches]
         spans: list[Span] = []
         for batches, variants in _runs(admitted):
             taken = min(variants) if len(variants) == 1 else self._best_of(variants, batches)
@@ -288,11 +289,11 @@ class Table:
                 spans[-1] = Span(taken, spans[-1].batches + batches)
             else:
                 spans.append(Span(taken, batches))
-        return Plan(team, tuple(spans), self.standing({b: span.variant for span in spans for b in span.batches}))
+        return Choice(group, tuple(spans), self.standing({b: span.variant for span in spans for b in span.batches}))
 
-    def _admitted(self, team: Team, batch: int, held: str | None) -> frozenset[str]:
+    def _admitted(self, group: Group, batch: int, held: str | None) -> frozenset[str]:
         """The variants that a batch may take: what it holds if the gain is within the threshold, else all near the best."""
-        standings = {v: self.alone(batch, v) for v in self.members(team, batch)}
+        standings = {v: self.alone(batch, v) for v in self.members(group, batch)}
         if held in standings:
             challenger = self._best_of(standings, (batch,))
             gain = standings[held].worst / standings[challenger].worst - 1
@@ -305,30 +306,30 @@ class Table:
         standings = {self.everywhere(v, batches): v for v in sorted(variants)}
         return standings[best(list(standings))]
 
-    # --- all teams
+    # --- all groups
 
     @cached_property
-    def plans(self) -> tuple[Plan, ...]:
-        """What each team can do, the best first."""
-        plans = (self.plan(team) for team in self.teams)
-        return tuple(sorted(plans, key=lambda plan: (plan.standing.worst, plan.standing.mean, plan.standing.order)))
+    def choices(self) -> tuple[Choice, ...]:
+        """What each group can do, the best first."""
+        choices = (self.choice(group) for group in self.groups)
+        return tuple(sorted(choices, key=lambda choice: (choice.standing.worst, choice.standing.mean, choice.standing.order)))
 
-    def choose(self, incumbent: Incumbent = nobody) -> Plan | None:
-        """The best plan, or the team in place where the gain is within the threshold; inside a team batch by batch likewise."""
-        if not self.plans:
+    def choose(self, incumbent: Incumbent = nobody) -> Choice | None:
+        """The best, or the group in place where the gain is within the threshold; inside a group batch by batch likewise."""
+        if not self.choices:
             return None
-        challenger = best(self.plans)
+        challenger = best(self.choices)
         held = incumbent(self)
-        for team in self.teams:
-            if held and set(held.values()) <= set(team.members):
-                kept = self.plan(team, held)
+        for group in self.groups:
+            if held and set(held.values()) <= set(group.members):
+                kept = self.choice(group, held)
                 gain = kept.standing.worst / challenger.standing.worst - 1
-                return kept if team == challenger.team or gain <= self.threshold(kept, challenger) else challenger
+                return kept if group == challenger.group or gain <= self.threshold(kept, challenger) else challenger
         return challenger
 
-    def runner_up(self, plan: Plan, span: Span) -> str | None:
+    def runner_up(self, choice: Choice, span: Span) -> str | None:
         """The variant that would come next: of the same class if it has another one, else any."""
-        others = [v for v in self.members(plan.team, *span.batches) if v != span.variant]
+        others = [v for v in self.members(choice.group, *span.batches) if v != span.variant]
         others = others or [v for v in self.variants if self._timed[v].issuperset(span.batches) and v != span.variant]
         return self._best_of(others, span.batches) if others else None
 
@@ -340,21 +341,21 @@ class Table:
     def close(self, incumbent: Incumbent = nobody) -> list[Close]:
         """Where the choice might fall the other way: the cells that decide between what is taken, what comes near it and what was
         taken before, the closest first."""
-        plan = self.choose(incumbent)
-        if plan is None:
+        choice = self.choose(incumbent)
+        if choice is None:
             return []
         found: dict[str, list[tuple[float, str]]] = {}
-        for gap, cells, variants in (*self._close_batches(plan, incumbent(self)), *self._close_plans(plan)):
+        for gap, cells, variants in (*self._close_batches(choice, incumbent(self)), *self._close_choices(choice)):
             for key in cells:
                 at = self._any(key).batch
                 found.setdefault(key, []).extend((gap, takes(at)) for takes in variants)
         closes = [Close(key, min(gap for gap, _ in part), frozenset(v for _, v in part)) for key, part in found.items()]
         return sorted(closes, key=lambda close: (close.gap, close.cell))
 
-    def _close_batches(self, plan: Plan, held: Mapping[int, str]) -> Iterator[_Contest]:
+    def _close_batches(self, choice: Choice, held: Mapping[int, str]) -> Iterator[_Contest]:
         for batch in self.batches:
-            taken, mine = plan.variant(batch), self.alone(batch, plan.variant(batch))
-            for other in {*self.members(plan.team, batch), *([held[batch]] if batch in held else [])} - {taken}:
+            taken, mine = choice.variant(batch), self.alone(batch, choice.variant(batch))
+            for other in {*self.members(choice.group, batch), *([held[batch]] if batch in held else [])} - {taken}:
                 if other not in self.variants or batch not in self._timed[other]:
                     continue
                 theirs = self.alone(batch, other)
@@ -363,11 +364,11 @@ class Table:
                     both = (lambda _, taken=taken: taken, lambda _, other=other: other)
                     yield gap, {mine.where, theirs.where}, both
 
-    def _close_plans(self, plan: Plan) -> Iterator[_Contest]:
-        for other in self.plans:
-            gap = abs(other.standing.worst / plan.standing.worst - 1)
-            if other.team != plan.team and gap <= self.threshold(plan, other):
-                yield gap, {plan.standing.where, other.standing.where}, (plan.variant, other.variant)
+    def _close_choices(self, choice: Choice) -> Iterator[_Contest]:
+        for other in self.choices:
+            gap = abs(other.standing.worst / choice.standing.worst - 1)
+            if other.group != choice.group and gap <= self.threshold(choice, other):
+                yield gap, {choice.standing.where, other.standing.where}, (choice.variant, other.variant)
 
 
 _Contest: TypeAlias = "tuple[float, set[str], Sequence[Callable[[int], str]]]"  # gap, deciding cells, who takes what at a batch
@@ -398,25 +399,25 @@ def _runs(admitted: Sequence[tuple[int, frozenset[str]]]) -> Iterator[tuple[tupl
 
 def best(among: Sequence[T]) -> T:
     """Least worst regret, then least mean regret, then the first by name; what differs by less than `TIE` is equal."""
-    standings = {one: one.standing if isinstance(one, Plan) else one for one in among}
+    standings = {one: one.standing if isinstance(one, Choice) else one for one in among}
     bound = min(s.worst for s in standings.values()) * TIE
     near = {one: s for one, s in standings.items() if s.worst <= bound}
     bound = min(s.mean for s in near.values()) * TIE
     return min((one for one, s in near.items() if s.mean <= bound), key=lambda one: standings[one].order)
 
 
-def replay(results: Iterable[Result], incumbent: Incumbent = nobody) -> tuple[Table, Plan] | None:
-    """What a row takes after all runs, in their order, and the evidence for it."""
-    evidence = Evidence()
+def replay(results: Iterable[Result], incumbent: Incumbent = nobody) -> tuple[Table, Choice] | None:
+    """What a row takes after all runs, in their order, and what is known of it then."""
+    timings = Timings()
     by_run: dict[str, list[Result]] = {}
     for result in results:
         by_run.setdefault(result.run, []).append(result)
-    found: tuple[Table, Plan] | None = None
+    found: tuple[Table, Choice] | None = None
     for run in sorted(by_run):
-        evidence.add(by_run[run])
-        table = evidence.table()
-        plan = table.choose(of_plan(found[1]) if found else incumbent)
-        found = (table, plan) if plan else None
+        timings.add(by_run[run])
+        table = timings.table()
+        choice = table.choose(of_choice(found[1]) if found else incumbent)
+        found = (table, choice) if choice else None
     return found
 
 
@@ -426,27 +427,27 @@ def replay(results: Iterable[Result], incumbent: Incumbent = nobody) -> tuple[Ta
 def leaders(results: Iterable[Result], count: int = KEPT_VARIANTS) -> list[str]:
     """The variants of one row worth timing everywhere, by the timings of its first cells.
 
-    The teams that may win draw in turns: what each would take, then the next best of each batch. The last places go to the
+    The groups that may win draw in turns: what each would take, then the next best of each batch. The last places go to the
     fastest of single cells, which tell what the choice costs.
     """
-    evidence = Evidence()
-    evidence.add(list(results))
-    table = evidence.table()
-    bound = min((plan.standing.worst for plan in table.plans), default=1.0) * BEHIND
-    ahead = [plan for plan in table.plans if plan.standing.worst <= bound][:CONTENDERS]
-    teams = (ahead, [plan for plan in table.plans if plan not in ahead])
-    drawn = [v for part in teams for v in _turns([_queue(table, plan) for plan in part])]
+    timings = Timings()
+    timings.add(list(results))
+    table = timings.table()
+    bound = min((choice.standing.worst for choice in table.choices), default=1.0) * BEHIND
+    ahead = [choice for choice in table.choices if choice.standing.worst <= bound][:CONTENDERS]
+    others = [choice for choice in table.choices if choice not in ahead]
+    drawn = [v for part in (ahead, others) for v in _turns([_queue(table, choice) for choice in part])]
     winners = [min((r.median, v) for v, r in cell.items() if v in drawn)[1] for _, cell in sorted(table.cells.items()) if drawn]
     return list(dict.fromkeys([*drawn[: count - WINNERS], *winners, *drawn]))[:count]
 
 
-def _queue(table: Table, plan: Plan) -> list[str]:
-    """A team's variants: those of its plan, then by turns the next best of each batch."""
+def _queue(table: Table, choice: Choice) -> list[str]:
+    """A group's variants: those of its choice, then by turns the next best of each batch."""
     ranked = []
     for batch in reversed(table.batches):
-        standings = {v: table.alone(batch, v) for v in table.members(plan.team, batch)}
+        standings = {v: table.alone(batch, v) for v in table.members(choice.group, batch)}
         ranked.append(sorted(standings, key=lambda v: (standings[v].worst, standings[v].mean, standings[v].order)))
-    return list(dict.fromkeys([*(span.variant for span in plan.spans), *_turns(ranked)]))
+    return list(dict.fromkeys([*(span.variant for span in choice.spans), *_turns(ranked)]))
 
 
 def _turns(queues: Sequence[Sequence[str]]) -> list[str]:

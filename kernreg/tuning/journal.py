@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from kernreg.contract import FactValue, variant_id
+from kernreg.numerics import facts_key
 
 SCHEMA = 1
 TIMED = ("quick", "full", "again")
 STAGES = (*TIMED, "failed", "bits")
+SHOWN = 80  # characters of a wrong value that a message quotes
+LARGEST = 2**53  # of numbers: beyond it they are no longer exact everywhere
 
 
 class JournalError(ValueError):
@@ -78,12 +81,12 @@ class Result:
 
     @property
     def row_key(self) -> str:
-        return canonical(self.row)
+        return facts_key(self.row)
 
     @property
     def key(self) -> str:
-        """The static key, as far as row and facts name it: `kernreg.numerics.facts_key` spells it the same."""
-        return canonical({**self.row, **self.facts})
+        """The static key, as far as row and facts name it."""
+        return facts_key({**self.row, **self.facts})
 
     @property
     def timed(self) -> bool:
@@ -101,7 +104,7 @@ class Result:
 
     @property
     def cell_key(self) -> str:
-        return canonical(self.cell)
+        return facts_key(self.cell)
 
     @property
     def median(self) -> float:
@@ -125,44 +128,122 @@ class Result:
 
     @staticmethod
     def of_line(text: str) -> Result:
-        """Raises ValueError: not one of our lines."""
+        """Raises ValueError: not one of our lines. RecursionError: brackets in brackets without end."""
         value = json.loads(text)
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
         if value.pop("schema", None) != SCHEMA:
             raise ValueError(f"not of schema {SCHEMA}")
         if unknown := sorted(set(value) - set(Result.__dataclass_fields__)):
-            raise ValueError(f"unknown field {', '.join(unknown)}")
-        needed = ("run", "op", "row", "use", "digest", "stage")
+            raise ValueError(f"unknown field {printable(', '.join(unknown))}")
+        needed = ("run", "op", "row", "use", "digest", "stage", "device")
         if absent := [name for name in needed if name not in value]:
             raise ValueError(f"no field {', '.join(absent)}")
         if value["stage"] not in STAGES or (value["stage"] in TIMED) != ("us" in value):
-            raise ValueError(f"stage is {value['stage']!r}: a failure has no time, nor have bits; every other line has one")
-        times = value.pop("us", None)
-        if times is not None and not _is_times(times):
-            raise ValueError(f"us is {times!r}, wanted three times above 0: p20 <= p50 <= p80")
-        for name in ("row", "facts", "load", "config", "conditions", "device", "software"):
-            if not isinstance(value.get(name, {}), dict):
-                raise ValueError(f"{name} is {value[name]!r}, wanted a mapping")
-        if type(value.get("batch", 1)) is not int or value.get("batch", 1) < 0:
-            raise ValueError(f"batch is {value['batch']!r}, wanted a whole number")
+            raise ValueError(f"stage is {_said(value['stage'])}: a failure has no time, nor have bits; every other line has one")
+        _check_fields(value)
         _check_bits(value)
+        if missing := [name for name in ("id", "name", "arch", "sms") if name not in value["device"]]:
+            raise ValueError(f"device has no {', '.join(missing)}")
+        times = value.pop("us", None)
         return Result(**{"facts": {}, "config": {}, **value}, us=None if times is None else tuple(times))
+
+
+# --- what a line may hold
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_name(value: object) -> bool:
+    return _is_text(value) and value != ""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= LARGEST  # type: ignore[operator]
+
+
+def _is_scalar(value: object) -> bool:
+    return _is_text(value) or type(value) is bool or (type(value) is int and abs(value) <= LARGEST)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_times(times: object) -> bool:
+    return isinstance(times, list) and len(times) == 3 and all(map(_is_number, times)) and 0 < times[0] <= times[1] <= times[2]
+
+
+_Kind: TypeAlias = "tuple[str, Callable[[object], bool]]"
+TEXT: _Kind = ("printable text", _is_text)
+NAME: _Kind = ("printable text that is not empty", _is_name)
+COUNT: _Kind = ("a whole number of 0 or more", _is_count)
+NUMBER: _Kind = ("a number of 0 or more", _is_number)
+SCALAR: _Kind = ("text, a whole number or a boolean", _is_scalar)
+TIMES: _Kind = ("three times above 0: p20 <= p50 <= p80", _is_times)
+
+KINDS: Mapping[str, _Kind] = {
+    **dict.fromkeys(("run", "op", "use", "digest"), NAME),
+    **dict.fromkeys(("reference", "command", "date", "step", "reason"), TEXT),
+    **dict.fromkeys(("batch", "samples", "copies", "work"), COUNT),
+    "us": TIMES,
+}
+# of mappings: what any key holds, and what single keys hold
+PARTS: Mapping[str, tuple[_Kind, Mapping[str, _Kind]]] = {
+    **dict.fromkeys(("row", "facts", "config"), (SCALAR, {})),
+    "load": (COUNT, {}),
+    "software": (TEXT, {}),
+    "device": (SCALAR, {"id": NAME, "name": NAME, "arch": NAME, "sms": COUNT}),
+    "conditions": (NUMBER, {"throttle": ("a list of printable texts", _is_texts)}),
+}
+
+
+def _check_fields(value: Mapping[str, Any]) -> None:
+    for name, found in value.items():
+        if name in KINDS and not KINDS[name][1](found):
+            raise ValueError(f"{name} is {_said(found)}, wanted {KINDS[name][0]}")
+        if name in PARTS:
+            _check_parts(name, found)
+    if value["stage"] in TIMED and not value.get("batch"):
+        raise ValueError(f"batch is {value.get('batch', 0)}: what was timed is a call of at least one row")
+
+
+def _check_parts(name: str, found: object) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is {_said(found)}, wanted a mapping")
+    usual, special = PARTS[name]
+    for key, part in found.items():
+        wanted, is_right = special.get(key, usual)
+        if not _is_name(key):
+            raise ValueError(f"a key of {name} is {_said(key)}, wanted {NAME[0]}")
+        if not is_right(part):
+            raise ValueError(f"{name}.{key} is {_said(part)}, wanted {wanted}")
+
+
+def _said(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _check_bits(value: Mapping[str, Any]) -> None:
     bits = value.get("bits")
     if value["stage"] != "bits" and bits is not None:
-        raise ValueError(f"bits is {bits!r}: only a line of stage 'bits' has them")
+        raise ValueError(f"bits is {_said(bits)}: only a line of stage 'bits' has them")
     if value["stage"] == "bits" and not (isinstance(bits, str) and re.fullmatch("[0-9a-f]{16}", bits)):
-        raise ValueError(f"bits is {bits!r}, wanted 16 hexadecimal digits")
+        raise ValueError(f"bits is {_said(bits)}, wanted 16 hexadecimal digits")
     if value["stage"] == "bits" and (extra := [name for name in ("batch", "load") if value.get(name)]):
         raise ValueError(f"{extra[0]} is {value[extra[0]]!r}: a fingerprint is of a static key, whatever the batch and the load")
 
 
-def _is_times(times: object) -> bool:
-    numbers = isinstance(times, list) and len(times) == 3 and all(type(t) in (int, float) for t in times)
-    return numbers and 0 < times[0] <= times[1] <= times[2] < math.inf  # type: ignore[index]
+def printable(text: str) -> str:
+    """Text as a line may hold it: what cannot be shown is escaped."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 # in the order in which a line shows them
@@ -170,11 +251,6 @@ FIELDS = (
     *("run", "op", "row", "facts", "batch", "load", "use", "config", "stage", "us", "samples", "copies", "work", "step"),
     *("reason", "bits", "digest", "reference", "conditions", "device", "software", "command", "date"),
 )
-
-
-def canonical(value: Mapping[str, Any]) -> str:
-    """One spelling of a mapping: for keys and for a fixed order."""
-    return json.dumps(dict(value), sort_keys=True)
 
 
 def read(*paths: str | os.PathLike[str]) -> list[Result]:
@@ -194,7 +270,7 @@ def _parse(path: Path) -> tuple[list[Result], int]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             results.append(Result.of_line(line.decode()))
-        except (ValueError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) - 1 and not lines[-1] and not _is_json(line):
                 break
             raise JournalError(f"{path}, line {number}: {error}") from error
@@ -206,6 +282,8 @@ def _is_json(line: bytes) -> bool:
     """Was the line written whole, whatever it says?"""
     try:
         json.loads(line)
+    except RecursionError:  # no line of ours that was torn
+        return True
     except ValueError:
         return False
     return True
@@ -238,19 +316,33 @@ class Journal:
 
     def append(self, results: Sequence[Result]) -> None:
         """Write the lines and return when they are on the disk."""
-        self._file.write(b"".join(result.to_line().encode() + b"\n" for result in results))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        lines = b"".join(result.to_line().encode() + b"\n" for result in results)
+        with naming(self.path):
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self.results.extend(results)
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self.path):  # closing tries once more to write what a full disk did not take
+            self._file.close()
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the system says of an open file, a full disk above all, does not name it: do so."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_folder(path: Path) -> None:

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, TypeAlias
 
 from kernreg.contract import Case, FactValue, Variant, format_facts, variant_id
 from kernreg.registry import Registry
 from kernreg.tuning.cells import Cell, Grid, Rotation
-from kernreg.tuning.fingerprints import registry_named
+from kernreg.tuning.fingerprints import healthy, registry_named
 from kernreg.tuning.grids import grid
 from kernreg.tuning.screen import Failure, current, screen
 from kernreg.tuning.workers import Crash, Note, Workers
@@ -72,8 +72,8 @@ class Trial:
     compile_only: bool = False
 
 
-Found: TypeAlias = "Failure | str | None"  # why it is out, or its fingerprint, or None if it was only compiled
-Screened: TypeAlias = "Generator[tuple[Trial, Found], None, None]"
+Screening: TypeAlias = "Failure | str | None"  # why it is out, or its fingerprint, or None if it was only compiled
+Screened: TypeAlias = "Generator[tuple[Trial, Screening], None, None]"
 
 
 class CellError(RuntimeError):
@@ -244,32 +244,21 @@ class ScreenTask:
         return (self.trial.candidate.op, *self.trial.facts.items())
 
 
-def context_is_usable() -> bool:
-    """False after an error that a CUDA context does not survive."""
-    import torch
-
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
-
-
 MOST_HELD = 1 << 29  # bytes that a process may hold back while others time
 
 
 def leaves_room() -> bool:
-    """The same, after giving memory back where much is held."""
+    """`healthy`, after giving memory back where much is held."""
     import torch
 
-    if not context_is_usable():
+    if not healthy():
         return False
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_HELD:
         torch.cuda.empty_cache()
     return True
 
 
-def screen_on_gpu(task: ScreenTask, note: Note) -> Found:
+def screen_on_gpu(task: ScreenTask, note: Note) -> Screening:
     """What a screening worker runs."""
     registry, device = _registry(task.registry), f"cuda:{task.gpu}"
     variant = _variant(registry, task.trial.candidate)
@@ -363,10 +352,10 @@ class CudaTimer:
                 graphs[candidate.id] = self._prepare(candidate, rotation)
             except Exception as error:
                 outcomes[candidate.id] = Failure.of("timing", error)
-                if not context_is_usable():
+                if not healthy():
                     raise
         note("")
-        reset = self._capture(rotation.reset) if rotation.kept else None
+        reset = capture(rotation.reset) if rotation.kept else None
         return {**outcomes, **self._replay(graphs, reset, cell.copies, task, note)}
 
     def _rotation(self, grid: Grid, cell: Cell) -> Rotation:
@@ -394,54 +383,74 @@ class CudaTimer:
             for arguments in rotation.calls:
                 launch(**arguments)
 
-        return self._capture(run)
-
-    def _capture(self, run: Callable[[], None]) -> Any:
-        import torch
-
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin()
-            try:
-                run()
-            except BaseException:
-                _end_quietly(graph)
-                raise
-            graph.capture_end()
-        torch.cuda.synchronize()
-        return graph
+        return capture(run)
 
     def _replay(self, graphs: Mapping[str, Any], reset: Any, copies: int, task: TimeTask, note: Note) -> dict[str, Timing]:
-        if not graphs:
-            return {}
+        conditions: dict[str, Any] = {}
 
         def replay(name: str) -> float:
             note(name)
-            return _elapsed_us(graphs[name])
+            return elapsed_us(graphs[name])
 
-        first = {name: replay(name) for name in graphs}  # also uploads the graphs and wakes the clocks
-        fastest = min(first.values())
-        replays = {name: task.effort.replays(us, fastest) for name, us in first.items()}
-        samples: dict[str, list[float]] = {name: [] for name in graphs}
-        overhead: list[float] = []
-        order = list(shuffled_rounds(replays, task.seed))
-        conditions: dict[str, Any] = {}
-        for number, name in enumerate(order):
-            overhead.append(_elapsed_us(reset) if reset else 0.0)
-            samples[name].append(replay(name))
-            if number == len(order) // 2:
-                conditions = self.watch.read(task.ours)
-        return {name: _timing(values, overhead, copies, conditions) for name, values in samples.items()}
+        samples = interleaved(
+            {name: partial(replay, name) for name in graphs},
+            partial(elapsed_us, reset) if reset else None,
+            task.effort,
+            task.seed,
+            lambda: conditions.update(self.watch.read(task.ours)),
+        )
+        return {name: _timing(values, copies, conditions) for name, values in samples.items()}
 
 
-def _timing(samples: list[float], overhead: list[float], copies: int, conditions: Mapping[str, Any]) -> Timing:
-    alone = percentiles(overhead)[1]
-    low, middle, high = (round(max(us - alone, 0.01) / copies, 3) for us in percentiles(samples))
+def _timing(samples: Sequence[float], copies: int, conditions: Mapping[str, Any]) -> Timing:
+    low, middle, high = (round(max(us, 0.01) / copies, 3) for us in percentiles(samples))
     return Timing((low, middle, high), len(samples), copies, conditions)
 
 
-def _elapsed_us(graph: Any) -> float:
+Timed: TypeAlias = Callable[[], float]  # one replay: how long it took, in microseconds
+
+
+def interleaved(
+    replays: Mapping[str, Timed], reset: Timed | None, effort: Effort, seed: int, halfway: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Every contestant's times in microseconds, in shuffled rounds, without the median time of `reset`.
+
+    reset: what every replay holds besides the calls that are timed, alone. halfway: called once, in the middle of it all.
+    """
+    first = {name: replay() for name, replay in replays.items()}  # also uploads the graphs and wakes the clocks
+    fastest = min(first.values(), default=0.0)
+    order = list(shuffled_rounds({name: effort.replays(us, fastest) for name, us in first.items()}, seed))
+    samples: dict[str, list[float]] = {name: [] for name in replays}
+    overhead: list[float] = []
+    for number, name in enumerate(order):
+        overhead.append(reset() if reset else 0.0)
+        samples[name].append(replays[name]())
+        if number == len(order) // 2:
+            halfway()
+    alone = percentiles(overhead)[1] if overhead else 0.0
+    return {name: [us - alone for us in values] for name, values in samples.items()}
+
+
+def capture(run: Callable[[], None]) -> Any:
+    """A CUDA graph of a run, which must have run before: compiling cannot be captured."""
+    import torch
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            run()
+        except BaseException:
+            _end_quietly(graph)
+            raise
+        graph.capture_end()
+    torch.cuda.synchronize()
+    return graph
+
+
+def elapsed_us(graph: Any) -> float:
+    """Of one replay, on the GPU's clock."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -512,7 +521,7 @@ class GpuBench:
     def _start_timing(self) -> Workers:
         """The timing process, started if need be, without a pool."""
         if self._timing is None:
-            self._timing = Workers(time_on_gpu, 1, self.timeout, context_is_usable)
+            self._timing = Workers(time_on_gpu, 1, self.timeout, healthy)
         self._timing.run(TimeTask(self.gpu, self.uuid, self.registry))
         self._ours = None
         return self._timing

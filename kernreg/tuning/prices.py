@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from kernreg.contract import FactValue, format_facts, variant_id
 from kernreg.policy_file import Entry, Policy, Row
 from kernreg.tuning.build import incumbents
-from kernreg.tuning.choose import Evidence, Table, of_row
-from kernreg.tuning.journal import Result, canonical, current
+from kernreg.tuning.choose import Table, Timings, of_row
+from kernreg.tuning.journal import Result, current
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Price:
     def regret(self) -> float:
         return self.us / self.best_us
 
-    @property
-    def where(self) -> str:
-        return f"{self.op} {format_facts([*self.row.items(), *self.cell.items()])}"
+    def __str__(self) -> str:
+        where = format_facts([*self.row.items(), *self.cell.items()])
+        return f"{where}: {self.taken} against {self.best}"
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,15 @@ class Prices:
     priced: tuple[Price, ...]
     cells: int
 
+    @staticmethod
+    def joined(parts: Iterable[Prices]) -> Prices:
+        parts = list(parts)
+        return Prices(tuple(price for part in parts for price in part.priced), sum(part.cells for part in parts))
+
     @property
-    def median(self) -> float:
-        """Of the regrets; 1 if nothing was priced."""
-        return statistics.median(price.regret for price in self.priced) if self.priced else 1.0
+    def median(self) -> float | None:
+        """Of the regrets; None if nothing was priced."""
+        return statistics.median(price.regret for price in self.priced) if self.priced else None
 
     @property
     def worst(self) -> Price | None:
@@ -59,17 +64,22 @@ def prices(results: Iterable[Result], policy: Policy) -> Prices:
         results: of journals; of each kernel's newest source only, and of each variant the newest timing in full.
         policy: its rows for the devices that the results are of. Cells of other rows are counted and not priced.
     """
-    priced: list[Price] = []
-    cells = 0
+    parts = []
     for (op, device, row), table in tables(results).items():
-        taken = of_row(incumbents(policy, op, device).get(row))(table)
-        for cell in table.cells.values():
-            one = min(cell.values(), key=lambda result: (result.median, result.variant))
-            mine = cell.get(taken.get(one.batch, ""))
-            cells += 1
-            if mine:
-                priced.append(Price(op, device, one.row, one.cell, mine.variant, mine.median, one.variant, one.median))
-    return Prices(tuple(priced), cells)
+        parts.append(prices_of(op, device, table, incumbents(policy, op, device).get(row)))
+    return Prices.joined(parts)
+
+
+def prices_of(op: str, device: str, table: Table, row: Row | None) -> Prices:
+    """The same of one row: what is known of it, and the policy's row."""
+    priced = []
+    taken = of_row(row)(table)
+    for cell in table.cells.values():
+        one = min(cell.values(), key=lambda result: (result.median, result.variant))
+        mine = cell.get(taken.get(one.batch, ""))
+        if mine:
+            priced.append(Price(op, device, one.row, one.cell, mine.variant, mine.median, one.variant, one.median))
+    return Prices(tuple(priced), len(table.cells))
 
 
 def tables(results: Iterable[Result]) -> dict[tuple[str, str, str], Table]:
@@ -82,10 +92,10 @@ def tables(results: Iterable[Result]) -> dict[tuple[str, str, str], Table]:
 
 
 def _table(runs: Iterable[Sequence[Result]]) -> Table:
-    evidence = Evidence()
+    timings = Timings()
     for run in runs:
-        evidence.add(run)
-    return evidence.table()
+        timings.add(run)
+    return timings.table()
 
 
 @dataclass(frozen=True)
@@ -169,12 +179,12 @@ def flips(one: Iterable[Result], other: Iterable[Result]) -> Flips:
     return Flips(sum(first[key] != second[key] for key in shared), len(shared))
 
 
-def winners(results: Iterable[Result]) -> dict[str, str]:
+def winners(results: Iterable[Result]) -> dict[tuple[str, ...], str]:
     """By op, device, row and cell, the fastest variant of those timed in full."""
-    found = {}
+    found: dict[tuple[str, ...], str] = {}
     for place, table in tables(r for r in results if r.stage != "again").items():
         for cell in table.cells.values():
             full = [r for r in cell.values() if r.stage == "full"] or list(cell.values())
             fastest = min(full, key=lambda result: (result.median, result.variant))
-            found[canonical({"place": place, "cell": fastest.cell})] = fastest.variant
+            found[(*place, fastest.cell_key)] = fastest.variant
     return found

@@ -19,11 +19,13 @@ from typing import Any, Protocol, TypeAlias
 
 from kernreg.contract import Kernel
 from kernreg.device import Device
+from kernreg.evidence import installed_source
+from kernreg.numerics import facts_key
 from kernreg.policy_file import Row
 from kernreg.registry import Registry
 from kernreg.tuning.cells import Cell, Grid
-from kernreg.tuning.choose import KEPT_VARIANTS, TIE, Evidence, leaders, matches, of_row
-from kernreg.tuning.journal import TIMED, Journal, Result, canonical
+from kernreg.tuning.choose import KEPT_VARIANTS, TIE, Timings, leaders, matches, of_row
+from kernreg.tuning.journal import TIMED, Journal, Result, printable
 from kernreg.tuning.measure import EFFORT, Bench, Candidate, CellError, Effort, Outcome, Timing, Trial
 from kernreg.tuning.screen import Failure
 
@@ -91,7 +93,7 @@ class Tuner:
         self.reference = reference_of(self.registry, self.grid)
         offered = [k for k in self.registry.kernels(self.grid.op.name) if k.name != self.reference.name]
         self.kernels = [kernel for kernel in offered if not self.registry.missing(kernel)]
-        self.digests = {kernel.name: self.registry.source_digest(kernel)[:16] for kernel in self.kernels}
+        self.digests = {k.name: installed_source(self.registry, k.op, k.name) for k in self.kernels}
         self.skipped: list[str] = []
         self.spent: dict[str, float] = {}
         self._known: Counter[tuple[str, str, str, str]] = Counter()
@@ -142,19 +144,19 @@ class Tuner:
 
     def _leading(self) -> Callable[[Cell], list[Candidate]]:
         """The candidates that go on: leaders by the quick timings of their row, and what the policy takes now."""
-        leading = {row: set(leaders(self._first(row))) for row in {canonical(cell.row) for cell in self.grid.cells}}
+        leading = {row: set(leaders(self._first(row))) for row in {facts_key(cell.row) for cell in self.grid.cells}}
 
         def goes_on(candidate: Candidate, row: str) -> bool:
             entries = self.keep[row].entries if row in self.keep else ()
             held = any(matches(entry.use, candidate.use, dict(candidate.config)) for entry in entries)
             return held or candidate.id in leading[row]
 
-        return lambda cell: [c for c in self.candidates(cell) if goes_on(c, canonical(cell.row))]
+        return lambda cell: [c for c in self.candidates(cell) if goes_on(c, facts_key(cell.row))]
 
     def _first(self, row: str) -> list[Result]:
         """What a row's first stage found. What failed later is no part of it, so that a run that goes on has the same leaders."""
-        anchors = [cell for cell in self.grid.cells if cell.anchor and canonical(cell.row) == row]
-        keys, cells = {_key(cell) for cell in anchors}, {canonical(cell.where) for cell in anchors}
+        anchors = [cell for cell in self.grid.cells if cell.anchor and facts_key(cell.row) == row]
+        keys, cells = {_key(cell) for cell in anchors}, {facts_key(cell.where) for cell in anchors}
         timed = {(r.variant, r.cell_key) for r in self._mine[row] if r.stage == "quick"}
 
         def early(result: Result) -> bool:
@@ -170,10 +172,10 @@ class Tuner:
         close: list[tuple[float, Place, frozenset[str]]] = []
         disturbed: list[tuple[Place, str]] = []
         for row, results in self._mine.items():
-            evidence = Evidence()
+            timings = Timings()
             known, often = _before(number, results)
-            evidence.add(known)
-            for one in evidence.table().close(of_row(self.keep.get(row))):
+            timings.add(known)
+            for one in timings.table().close(of_row(self.keep.get(row))):
                 if number == 1 or one.gap <= CLOSE:
                     variants = frozenset(v for v in one.variants if often[one.cell, v] == number - 1)
                     close.append((one.gap, (row, one.cell), variants))
@@ -249,7 +251,7 @@ class Tuner:
     def _screen(self, stage: str, wanted: Sequence[tuple[Cell, Sequence[Candidate]]]) -> bool:
         """Screen what the journal does not know; the rest is only compiled, for the compile cache may be empty after a break."""
         pairs = {(c.id, _key(cell)): (c, cell) for cell, candidates in wanted for c in candidates}
-        cells = {(c.id, canonical(cell.facts)): cell for c, cell in pairs.values()}
+        cells = {(c.id, facts_key(cell.facts)): cell for c, cell in pairs.values()}
         trials = [
             Trial(candidate, cell.facts, self.reference.name, compile_only=pair in self._fingerprinted)
             for pair, (candidate, cell) in pairs.items()
@@ -259,7 +261,7 @@ class Tuner:
             return True
         with closing(self.bench.screen(trials)) as ended:
             for number, (trial, found) in enumerate(ended, 1):
-                cell = cells[trial.candidate.id, canonical(trial.facts)]
+                cell = cells[trial.candidate.id, facts_key(trial.facts)]
                 self._screened.add((trial.candidate.id, _key(cell)))
                 if isinstance(found, Failure):
                     self._append([self._result(cell, trial.candidate, "failed", batch=0, load={}, work=0, **_failed(found))])
@@ -335,7 +337,7 @@ class Tuner:
                 "sms": self.device.sms,
             },
             "software": self.software,
-            "command": self.command,
+            "command": printable(self.command),
             "date": now(),
         }
         return Result(**{**fields, **more})
@@ -355,12 +357,12 @@ def _before(number: int, results: Sequence[Result]) -> tuple[list[Result], Count
 
 
 def _place(cell: Cell) -> Place:
-    return canonical(cell.row), canonical(cell.where)
+    return facts_key(cell.row), facts_key(cell.where)
 
 
 def _key(cell: Cell) -> str:
     """The static key, as the journal names it."""
-    return canonical({**cell.row, **cell.shown})
+    return facts_key({**cell.row, **cell.shown})
 
 
 def _timed(timing: Timing) -> dict[str, Any]:
@@ -368,7 +370,7 @@ def _timed(timing: Timing) -> dict[str, Any]:
 
 
 def _failed(failure: Failure) -> dict[str, Any]:
-    return {"step": failure.step, "reason": failure.reason}
+    return {"step": failure.step, "reason": printable(failure.reason)}
 
 
 def last_run(results: Sequence[Result], op: str, device: str, software: Mapping[str, str] | None = None) -> str | None:
