@@ -234,12 +234,12 @@ def report(
 
 
 def _measurements() -> list[Path]:
-    """The journals of a checkout."""
-    folder = dispatch.shipped_policy().parent / "tools" / "measurements"
-    found = sorted(folder.glob("*.jsonl"))
-    if not found:
-        raise UsageError(f"no journal is given (--journal), and there is none in {folder}")
-    return found
+    """The journals beside the policy, or else of the checkout that we are in: an installed package has none."""
+    folders = [root / "tools" / "measurements" for root in (dispatch.shipped_policy().parent, Path())]
+    for folder in folders:
+        if found := sorted(folder.glob("*.jsonl")):
+            return found
+    raise UsageError(f"no journal is given (--journal), and there is none in {' or '.join(map(str, folders))}")
 
 
 def _path(file: Path | None) -> Path:

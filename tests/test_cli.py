@@ -170,12 +170,14 @@ class TestList:
 class TestExplain:
     ON_H200 = ("explain", "gdn_ring_commit", "ring=16", "heads=48/16", "device=nvidia-h200")
 
-    def test_json(self, run: Run) -> None:
+    def test_json(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cli, "installed_triton", lambda: "9.9.9")
         got = run(*self.ON_H200, "--json")
         assert (got.code, got.err) == (0, "")
         said = got.json
         kernels = {kernel["kernel"]: kernel["why"] for kernel in said.pop("kernels")}
         key = said.pop("key")
+        assert said.pop("assumes_otherwise") == ["Triton 9.9.9 (measured: 3.6.0)"]
         assert (key["ring"], key["heads"], key["low"], key["state"]) == (16, "48/16", True, "bf16")
         assert said == {
             "op": "gdn_ring_commit",
@@ -282,6 +284,13 @@ class TestExplain:
         got = run("explain", "gdn_ring_advance", "ring=32", "--json")
         assert got.json["pin"] == {"reason": "a person said so", "by": "someone"}
         assert "a person said so (someone)" in run("explain", "gdn_ring_advance", "ring=32").out
+
+    def test_the_measured_software_is_assumed_and_said(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cli, "installed_triton", lambda: "9.9.9")
+        said = " ".join(run(*self.ON_H200).out.split())
+        assert "the measured software; here it is Triton 9.9.9 (measured: 3.6.0), and one variant would serve every batch" in said
+        monkeypatch.setattr(cli, "installed_triton", lambda: "3.6.0")
+        assert "assumes" not in run(*self.ON_H200).out
 
     def test_what_is_forced_says_so(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatch, "overrides", lambda: dispatch.parse_force("torch"))

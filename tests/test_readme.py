@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kernreg import policy
+from kernreg import policy, registry
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -20,9 +20,13 @@ def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "print(" not in code or re.fullmatch(r"(torch|triton)\.\w+(\[.*\])? 1\n", printed)
 
 
-def test_the_policy_example_parses() -> None:
+def test_the_policy_example_loads(tmp_path: pathlib.Path) -> None:
     (text,) = [text for language, text in BLOCKS if language == "yaml"]
-    assert [row.when_text for row in policy.parse(text, "README.md").tiers("gdn_ring_commit")[1]][-1]
+    file = tmp_path / "policy.yaml"
+    file.write_text(text)
+    loaded = policy.load(file, registry.default())
+    assert [len(row.entries) for row in loaded.tiers("kda_chain_verify")[1]] == [2, 1]
+    assert [pin.reason for pin in loaded.pins] == ["being bisected"]
 
 
 def test_the_two_commands_are_where_ci_looks_for_them() -> None:

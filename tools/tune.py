@@ -65,6 +65,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if len(args.sides) != (2 if args.command == "compare" else 0):
         parser.error("compare takes two policies or journals, the other commands none")
+    if args.fake_timer is not None and not (args.journal and args.policy != ROOT / "dispatch.yaml"):
+        parser.error("--fake-timer needs --journal and --policy: invented times have no place beside measured ones")
     return args
 
 
