@@ -18,7 +18,7 @@ from kernreg.tuning.cells import Cell, Grid
 
 OPS = tuple(registry.default().ops)
 ROWS = {
-    "gdn_ring_commit": 12,
+    "gdn_ring_commit": 24,
     "gdn_ring_verify": 30,
     "gdn_ring_advance": 4,
     "kda_chain_verify": 40,

@@ -58,13 +58,13 @@ def gdn_ring_commit(op: Op, rings: Iterable[int] = RINGS, heads: tuple[str, ...]
     A ring that folds at every commit holds a draft or a few; one that folds lazily is full, or half full when a snapshot is
     taken soon after.
     """
-    rows = [list(_commit_row(op, ring, *fold, heads)) for ring, fold in product(rings, FOLDS)]
-    return Grid(op, ("ring", "folding", "state"), interleaved(rows), _commit_case, _load_commit)
+    rows = [list(row(op, ring, *fold, heads)) for ring, fold in product(rings, FOLDS) for row in (_commit_row, _track_row)]
+    return Grid(op, ("ring", "folding", "state", "track"), interleaved(rows), _commit_case, _load_commit)
 
 
 def _commit_row(op: Op, ring: int, folding: str, state: str, heads: tuple[str, ...]) -> Iterator[list[Cell]]:
     """Blocks of one row, those that decide most first."""
-    histories = [ACCEPTED, min(16, ring)] if folding == "every" else [ring, ring // 2]
+    histories = _histories(ring, folding)
     wide, narrow = heads[0], heads[1] if len(heads) > 1 else heads[0]
     anchors = {(wide, 128), (narrow, 1), (wide, 8)}
     points = [(head, batch) for head in heads for batch in GDN_BATCHES[head]]
@@ -73,8 +73,19 @@ def _commit_row(op: Op, ring: int, folding: str, state: str, heads: tuple[str, .
     for head, batch in points:
         anchor = (head, batch) in anchors
         yield [commit_cell(op, {**facts, "heads": head}, batch, history, anchor) for history in histories]
-    for batch in (128, 8):
-        yield [commit_cell(op, {**facts, "heads": wide, "track": True}, batch, histories[0], False)]
+
+
+def _histories(ring: int, folding: str) -> list[int]:
+    return [ACCEPTED, min(16, ring)] if folding == "every" else [ring, ring // 2]
+
+
+def _track_row(op: Op, ring: int, folding: str, state: str, heads: tuple[str, ...]) -> Iterator[list[Cell]]:
+    """The same row where every request takes a snapshot."""
+    wide, narrow = heads[0], heads[1] if len(heads) > 1 else heads[0]
+    facts: dict[str, FactValue] = {"ring": ring, "folding": folding, "state": state, "track": True}
+    anchors = ((wide, 128), (narrow, 1), (wide, 8))
+    for head, batch in dict.fromkeys([*anchors, (wide, 32), (wide, 1)]):
+        yield [commit_cell(op, {**facts, "heads": head}, batch, _histories(ring, folding)[0], (head, batch) in anchors)]
 
 
 def commit_cell(op: Op, given: Mapping[str, FactValue], batch: int, history: int, anchor: bool) -> Cell:
@@ -86,8 +97,8 @@ def commit_cell(op: Op, given: Mapping[str, FactValue], batch: int, history: int
     moved = state * (3 if facts["track"] else 2) + history * _record_bytes(facts)
     return Cell(
         op.name,
-        row={name: facts[name] for name in ("ring", "folding", "state")},
-        shown={name: facts[name] for name in ("heads", "track")},
+        row={name: facts[name] for name in ("ring", "folding", "state", "track")},
+        shown={"heads": facts["heads"]},
         facts=facts,
         batch=batch,
         load=load,
