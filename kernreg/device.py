@@ -67,6 +67,11 @@ class Device:
         """The product as a name for files and keys: ``nvidia-h20-3e``."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
+    @property
+    def record(self) -> dict[str, str | int]:
+        """What files of measurements say of it."""
+        return {"id": self.id, "name": self.name, "arch": self.arch_name, "sms": self.sms}
+
     def __str__(self) -> str:
         return f"{self.name} ({self.arch_name}, {self.sms} SMs)" if self.arch else self.name
 

@@ -154,3 +154,26 @@ def test_a_part_of_ragged_rows_has_its_windows() -> None:
     assert cut["slots"].tolist() == [1, 2]
     assert cut["cu_seqlens"].tolist() == [0, 0, 4]
     assert cut["q"].tolist() == [5.0, 6.0, 7.0, 8.0]
+
+
+def test_a_pool_serves_the_cells_of_its_block() -> None:
+    grid, cell = tiny("kda_ring_commit")
+    pool = cells.Pool("cpu")
+    first = pool.turn(grid, cell)
+    assert first.inputs["accept"].unique().tolist() == [cell.load["accept"]]
+    second = pool.turn(grid, replace(cell, load={**cell.load, "accept": 1}))
+    assert second is first and second.inputs["accept"].unique().tolist() == [1]
+    third = pool.turn(grid, replace(cell, batch=1))
+    assert third is not first and third.calls[0]["accept"].shape == (1,)
+    pool.release()
+    assert pool.rotation is None
+
+
+def test_a_walk_makes_every_call_from_cursors_put_back() -> None:
+    grid, cell = tiny("gdn_ring_advance")
+    rotation = cells.Rotation.make(grid, cell, "cpu")
+    rotation.inputs["write_pos"].zero_()
+    seen: list[tuple[int, ...]] = []
+    rotation.walk(lambda rows, write_pos, **more: seen.append((*write_pos.unique().tolist(), *rows.tolist())))
+    assert [position for position, *_ in seen] == [4] * cell.copies
+    assert len({row for _, *rows in seen for row in rows}) == 2 * cell.copies

@@ -148,7 +148,7 @@ def collect(
         )
     for name, data in ops.items():
         data["classes"] = {k: list(of) for k, of in classes(_on_all_keys(name, data["keys"], found)).items()}
-    return {"device": {"id": here.id, "name": here.name, "arch": here.arch_name, "sms": here.sms}, "ops": list(ops.values())}
+    return {"device": here.record, "ops": list(ops.values())}
 
 
 def _variant(variant: str, value: Found, text: str) -> Data:

@@ -36,7 +36,7 @@ from kernreg.device import Device, current
 from kernreg.dispatch import Plan
 from kernreg.evidence import installed_source
 from kernreg.tuning import grids
-from kernreg.tuning.cells import Cell, Grid, Rotation
+from kernreg.tuning.cells import Cell, Grid, Pool, Rotation
 from kernreg.tuning.measure import Effort, Watch, capture, elapsed_us, interleaved, percentiles, software
 from kernreg.tuning.screen import Failure
 from kernreg.tuning.tuner import now
@@ -140,8 +140,7 @@ class Comparison:
         return self.stopped
 
     def write(self, **line: Any) -> None:
-        device = {"id": self.device.id, "name": self.device.name, "arch": self.device.arch_name, "sms": self.device.sms}
-        line |= {"device": device, "software": self.software, "command": self.command, "date": now()}
+        line |= {"device": self.device.record, "software": self.software, "command": self.command, "date": now()}
         self.lines.append(line)
         self.out.write(json.dumps(line) + "\n")
         self.out.flush()
@@ -164,20 +163,12 @@ def compare_cell(run: Comparison, section: str, grid: Grid, rotation: Rotation) 
     chosen = plan.explain(cell.batch).variant.id
     contestants: dict[str, Callable[..., Any]] = {OURS: plan, **public_kernels.variants(grid.op.name)}
 
-    def walk(call: Callable[..., Any]) -> Callable[[], None]:
-        def all_calls() -> None:
-            rotation.reset()
-            for arguments in rotation.calls:
-                call(**arguments)
-
-        return all_calls
-
     usable, failed = {}, {}
     for name, call in contestants.items():
         try:
             rotation.reset()
             call(**rotation.calls[0])
-            usable[name] = walk(call)
+            usable[name] = partial(rotation.walk, call)
         except Exception as error:
             if name == OURS:
                 raise
@@ -213,20 +204,12 @@ def _row(line: Mapping[str, Any]) -> str:
 
 
 def compare_cells(run: Comparison, section: str, cells: Iterable[Cell]) -> None:
-    import torch
-
-    rotation: Rotation | None = None
+    pool = Pool("cuda")
     for cell in cells:
         if run.late():
             return
         grid = grids.grid(REGISTRY, cell.op)
-        if rotation is None or rotation.cell.block != cell.block:
-            rotation = None
-            torch.cuda.empty_cache()
-            rotation = Rotation.make(grid, cell, "cuda")
-            torch.cuda.empty_cache()
-        rotation.use(cell)
-        compare_cell(run, section, grid, rotation)
+        compare_cell(run, section, grid, pool.turn(grid, cell))
 
 
 # --- sections
@@ -361,8 +344,7 @@ def kda_step(batch: int) -> tuple[dict[str, Callable[[], None]], int, dict[str, 
 
         return run
 
-    fused = {f"fused {b}/{w}": (b, w) for b, w in public_kernels.FUSED_TILES}
-    theirs = {name: public_kernels.variants("kda_chain_verify")[name] for name in ("unfused", *fused)}
+    theirs = public_kernels.variants("kda_chain_verify")
     sides = {name: step(call, public_kernels.kda_ring_commit) for name, call in theirs.items()}
     chosen = {plan.op.name: plan.explain(batch).variant.id for plan in ours.values()}
     return {OURS: step(ours["verify"], ours["commit"]), **sides}, replayed_cell.copies, chosen

@@ -73,23 +73,14 @@ def on_device(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """The callable for tensors on the CPU: whole storages go to the device and come back, so strides and overlaps stay."""
     import torch
 
+    from kernreg.ops._inputs import copy_inputs
+
     def call(**arguments: Any) -> Any:
-        there: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-        def put(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            here = value.untyped_storage()
-            if here.data_ptr() not in there:
-                copy = torch.UntypedStorage(here.nbytes(), device=device)
-                copy.copy_(here)
-                there[here.data_ptr()] = here, copy
-            empty = torch.empty(0, dtype=value.dtype, device=device)
-            return empty.set_(there[here.data_ptr()][1], value.storage_offset(), value.shape, value.stride())
-
-        result = function(**{name: put(value) for name, value in arguments.items()})
-        for here, copy in there.values():
-            here.copy_(copy)
+        there = copy_inputs(arguments, device)
+        result = function(**there)
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                value.untyped_storage().copy_(there[name].untyped_storage())
         return result.cpu() if isinstance(result, torch.Tensor) else result
 
     return call

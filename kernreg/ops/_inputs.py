@@ -273,8 +273,11 @@ def split_low(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 # --- comparisons ----------------------------------------------------------------------------------------------------
 
 
-def copy_inputs(inputs: Mapping[str, Any]) -> Inputs:
-    """Copies with the same strides; whole storages are copied, so gaps and views that overlap survive."""
+def copy_inputs(inputs: Mapping[str, Any], device: torch.device | str | None = None) -> Inputs:
+    """Copies with the same strides; whole storages are copied, so gaps and views that overlap survive.
+
+    device: where to; None is where each is.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     copies: Inputs = {}
     for name, value in inputs.items():
@@ -283,8 +286,9 @@ def copy_inputs(inputs: Mapping[str, Any]) -> Inputs:
             continue
         storage = value.untyped_storage()
         if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = storage.clone()
-        fresh = torch.empty(0, dtype=value.dtype, device=value.device)
+            fresh_storage = torch.UntypedStorage(storage.nbytes(), device=device or storage.device)
+            storages[storage.data_ptr()] = fresh_storage.copy_(storage)
+        fresh = torch.empty(0, dtype=value.dtype, device=device or value.device)
         copies[name] = fresh.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
     return copies
 

@@ -101,6 +101,39 @@ class Rotation:
         for tensor, saved in self.kept:
             tensor.copy_(saved)
 
+    def walk(self, call: Callable[..., Any]) -> None:
+        """Every copy's call, from cursors put back."""
+        self.reset()
+        for arguments in self.calls:
+            call(**arguments)
+
+
+@dataclass
+class Pool:
+    """The rotation of the last cell, kept for the next ones as long as these can be timed on it."""
+
+    device: str
+    rotation: Rotation | None = None
+
+    def turn(self, grid: Grid, cell: Cell) -> Rotation:
+        """The rotation turned to a cell; a new one only where the block is another."""
+        import torch
+
+        if self.rotation is not None and self.rotation.cell.block == cell.block:
+            self.rotation.use(cell)
+        else:
+            self.release()
+            self.rotation = Rotation.make(grid, cell, self.device)
+            torch.cuda.empty_cache()
+        return self.rotation
+
+    def release(self) -> None:
+        """Give the memory back."""
+        import torch
+
+        self.rotation = None
+        torch.cuda.empty_cache()
+
 
 def part(
     tensors: Mapping[str, Tensor], inputs: Mapping[str, Any], bounds: Sequence[int], first: int, count: int

@@ -19,8 +19,9 @@ from functools import cache, partial
 from typing import Any, Protocol, TypeAlias
 
 from kernreg.contract import Case, FactValue, Variant, format_facts, variant_id
+from kernreg.evidence import installed_triton
 from kernreg.registry import Registry
-from kernreg.tuning.cells import Cell, Grid, Rotation
+from kernreg.tuning.cells import Cell, Grid, Pool, Rotation
 from kernreg.tuning.fingerprints import healthy, registry_named
 from kernreg.tuning.grids import grid
 from kernreg.tuning.screen import Failure, current, screen
@@ -290,13 +291,12 @@ def software(watch: Watch) -> dict[str, str]:
     """Versions that a time depends on."""
     import torch
 
-    try:
-        from importlib.metadata import version
-
-        triton = version("triton")
-    except ImportError:
-        triton = ""
-    found = {"driver": watch.driver(), "cuda": torch.version.cuda or "", "torch": str(torch.__version__), "triton": triton}
+    found = {
+        "driver": watch.driver(),
+        "cuda": torch.version.cuda or "",
+        "torch": str(torch.__version__),
+        "triton": installed_triton(),
+    }
     return {name: text for name, text in found.items() if text}
 
 
@@ -313,7 +313,7 @@ def time_on_gpu(task: TimeTask, note: Note) -> dict[str, Outcome]:
     if _timer is None:
         _timer = CudaTimer(task.gpu, task.uuid, _registry(task.registry))
     if task.cell is None:
-        _timer.release()
+        _timer.pool.release()
         return {}
     return _timer.time(task, task.cell, note)
 
@@ -324,26 +324,18 @@ class CudaTimer:
     def __init__(self, gpu: int, uuid: str, registry: Registry) -> None:
         import torch
 
-        self.device = f"cuda:{gpu}"
         self.registry = registry
         self.watch = Watch(uuid)
         torch.cuda.set_device(gpu)
         torch.cuda.synchronize()
         self.grids: dict[str, Grid] = {}
-        self.rotation: Rotation | None = None
-
-    def release(self) -> None:
-        """Give the pool back."""
-        import torch
-
-        self.rotation = None
-        torch.cuda.empty_cache()
+        self.pool = Pool(f"cuda:{gpu}")
 
     def time(self, task: TimeTask, cell: Cell, note: Note) -> dict[str, Outcome]:
         note("")  # making the inputs is nobody's fault
         if cell.op not in self.grids:
             self.grids[cell.op] = grid(self.registry, cell.op)
-        rotation = self._rotation(self.grids[cell.op], cell)
+        rotation = self.pool.turn(self.grids[cell.op], cell)
         outcomes: dict[str, Outcome] = {}
         graphs: dict[str, Any] = {}
         for candidate in task.candidates:
@@ -358,16 +350,6 @@ class CudaTimer:
         reset = capture(rotation.reset) if rotation.kept else None
         return {**outcomes, **self._replay(graphs, reset, cell.copies, task, note)}
 
-    def _rotation(self, grid: Grid, cell: Cell) -> Rotation:
-        import torch
-
-        if self.rotation is None or self.rotation.cell.block != cell.block:
-            self.release()
-            self.rotation = Rotation.make(grid, cell, self.device)
-            torch.cuda.empty_cache()
-        self.rotation.use(cell)
-        return self.rotation
-
     def _prepare(self, candidate: Candidate, rotation: Rotation) -> Any:
         import torch
 
@@ -377,13 +359,7 @@ class CudaTimer:
         rotation.reset()
         launch(**rotation.calls[0])
         torch.cuda.synchronize()
-
-        def run() -> None:
-            rotation.reset()
-            for arguments in rotation.calls:
-                launch(**arguments)
-
-        return capture(run)
+        return capture(partial(rotation.walk, launch))
 
     def _replay(self, graphs: Mapping[str, Any], reset: Any, copies: int, task: TimeTask, note: Note) -> dict[str, Timing]:
         conditions: dict[str, Any] = {}

@@ -330,12 +330,7 @@ class Tuner:
             "stage": stage,
             "work": cell.work,
             "reference": self.reference.name,
-            "device": {
-                "id": self.device.id,
-                "name": self.device.name,
-                "arch": self.device.arch_name,
-                "sms": self.device.sms,
-            },
+            "device": self.device.record,
             "software": self.software,
             "command": printable(self.command),
             "date": now(),
