@@ -105,8 +105,9 @@ def _plan_differences(reports: Sequence[Report]) -> Iterator[str | None]:
     for op, key in sorted({(plan.op, plan.key) for report in reports for plan in report.plans}):
         plans = [(r, [p for p in r.plans if (p.op, p.key) == (op, key)]) for r in reports]
         plans = [(r, found) for r, found in plans if found]
-        if any(p.fell_back for _, found in plans for p in found):
-            continue  # settled by falling back together
+        fell = [bool(p.fell_back) for _, found in plans for p in found]
+        if any(fell) and not all(fell):
+            continue  # compared again when the others have given way
         yield _differing(f"table of {op} {key}", [r for r, _ in plans], _by_rank([(r, [p.table for p in f]) for r, f in plans]))
         yield _differing(f"bits of {op} {key}", [r for r, _ in plans], _by_rank([(r, [p.bits for p in f]) for r, f in plans]))
 
@@ -250,7 +251,7 @@ def agree(
 
     Compared are the digests of policy, registry and kernel sources, overrides, the variant for each batch, product and
     architecture (unless one section of the policy is pinned on all ranks), and the versions of torch and Triton. Ranks may hold
-    different heads: then what these decide may differ. Where a rank's plan took its row's fallback, the others take it too.
+    different heads: then what these decide may differ. Where a rank's plan took its row's fallback, the others take it too, and what they then serve is compared once more.
 
     Args:
         plans: the plans of this rank; all ranks bind the same ops and keys, heads aside.
@@ -273,25 +274,23 @@ def agree(
 
 
 def _settle(exchange: _Exchange, plans: Sequence[Plan], fingerprints: bool) -> Agreement:
-    try:
+    def warm() -> Report:
         if not plans:
             raise ValueError("no plans; bind the ops first")
         for plan in plans:
             plan.warmup()
-        exchange.publish("report", json.dumps(asdict(report_of(exchange.rank, plans, fingerprints=fingerprints))))
-    except Exception as error:
-        exchange.publish("report", f"!{error}")
-        raise
-    texts = exchange.collect("report")
-    if broken := {rank: text[1:] for rank, text in texts.items() if text.startswith("!")}:
-        raise RanksDisagree("; ".join(f"rank {rank} cannot start: {text}" for rank, text in broken.items()))
-    reports = [Report.of_json(text) for text in texts.values()]
-    if found := differences(reports):
-        raise RanksDisagree("the ranks would not make the same choices\n  " + "\n  ".join(found))
-    fallen = fallbacks(reports)
-    for plan, bound in zip(plans, next(r for r in reports if r.rank == exchange.rank).plans, strict=True):
-        if reason := fallen.get((bound.op, bound.shared)):
-            plan.fall_back(reason)
+        return report_of(exchange.rank, plans, fingerprints=fingerprints)
+
+    def give_way() -> Report:
+        for plan, bound in zip(plans, own.plans, strict=True):
+            if reason := fallen.get((bound.op, bound.shared)):
+                plan.fall_back(reason)
+        return report_of(exchange.rank, plans, fingerprints=fingerprints)
+
+    reports = _compare(exchange, "report", warm)
+    own = next(report for report in reports if report.rank == exchange.rank)
+    if fallen := fallbacks(reports):
+        reports = _compare(exchange, "report after falling back", give_way)
     exchange.publish("verdict", YES)
     if (outcome := exchange.outcome()) != YES:
         raise RanksDisagree(outcome)
@@ -299,3 +298,19 @@ def _settle(exchange: _Exchange, plans: Sequence[Plan], fingerprints: bool) -> A
     for report in reports:
         drivers.setdefault(report.driver, []).append(report.rank)
     return Agreement(len(reports), len(plans), drivers, tuple(fallen.values()))
+
+
+def _compare(exchange: _Exchange, name: str, report: Callable[[], Report]) -> list[Report]:
+    """The reports of all ranks, this one's made by `report`; RanksDisagree where one could not be made or they differ."""
+    try:
+        exchange.publish(name, json.dumps(asdict(report())))
+    except Exception as error:
+        exchange.publish(name, f"!{error}")
+        raise
+    texts = exchange.collect(name)
+    if broken := {rank: text[1:] for rank, text in texts.items() if text.startswith("!")}:
+        raise RanksDisagree("; ".join(f"rank {rank} cannot start: {text}" for rank, text in broken.items()))
+    reports = [Report.of_json(text) for text in texts.values()]
+    if found := differences(reports):
+        raise RanksDisagree("the ranks would not make the same choices\n  " + "\n  ".join(found))
+    return reports

@@ -36,14 +36,23 @@ def breaks_on_rank_1(
         raise RuntimeError("out of shared memory")
 
 
+def differs_by_rank(
+    state, ring_u, ring_k, ring_g, write_pos, base, fold, slots, rows, *, ring_u_low=None, ring_k_low=None, accept=None,
+    track_slots=None, track_step=None, null_slot=-1, folding="every",
+):  # fmt: skip
+    state.add_(1 + dist.get_rank())
+
+
 def kernels() -> registry.Registry:
     made = registry.Registry()
     for op in registry.default().ops.values():
         made.add_op(op)
     for backend in registry.default().backends.values():
         made.add(backend)
-    row = Kernel(op="gdn_ring_commit", name="mine.breaks_on_rank_1", target="rank_tasks:breaks_on_rank_1")
-    made.add(Backend("mine", kernels=(row,)))
+    rows = (
+        Kernel(op="gdn_ring_commit", name=f"mine.{n}", target=f"rank_tasks:{n}") for n in ("breaks_on_rank_1", "differs_by_rank")
+    )
+    made.add(Backend("mine", kernels=tuple(rows)))
     return made
 
 
@@ -80,6 +89,10 @@ def falls_back_together(rank: int, group: Any) -> Any:
     return [list(found.fallbacks), bound.resolved()]
 
 
+def falls_back_to_other_bits(rank: int, group: Any) -> Any:
+    return ranks.agree([plan(BROKEN + "      fallback: {use: mine.differs_by_rank}\n")], group, timeout=60, fingerprints=True)
+
+
 def cannot_start(rank: int, group: Any) -> Any:
     return ranks.agree([plan(BROKEN)], group, timeout=60)
 
@@ -94,7 +107,10 @@ def late(rank: int, group: Any) -> Any:
     return ranks.agree([plan()], group, timeout=1.0)
 
 
-SCENARIOS = (same, other_heads, other_policy, other_override, other_key, falls_back_together, cannot_start, no_plans, late)
+SCENARIOS = (
+    same, other_heads, other_policy, other_override, other_key, falls_back_together, falls_back_to_other_bits, cannot_start,
+    no_plans, late,
+)  # fmt: skip
 
 
 def main(rank: int, size: int, folder: Path) -> None:

@@ -54,6 +54,14 @@ def test_what_differs_is_named_with_the_ranks(second: dict[str, Any], said: str)
     assert said in found
 
 
+def test_what_ranks_fell_back_to_is_compared_once_all_did() -> None:
+    fell = replace(PLAN, table=[[1, None, "c"]], fell_back="a cannot run here", bits={"c": "5f"})
+    assert ranks.differences([replace(ONE, plans=[fell]), replace(ONE, rank=1, plans=[PLAN])]) == []
+    other = replace(fell, bits={"c": "60"})
+    (found,) = ranks.differences([replace(ONE, plans=[fell]), replace(ONE, rank=1, plans=[other])])
+    assert found == "bits of op ring=16 heads=8/8: rank 0: {'c': '5f'}; rank 1: {'c': '60'}"
+
+
 def test_different_devices_may_share_a_pinned_section() -> None:
     pinned = [replace(ONE, section="nvidia-h200"), replace(ONE, rank=1, section="nvidia-h200", device="other")]
     assert ranks.differences(pinned) == []
@@ -123,14 +131,16 @@ def test_processes_agree_or_all_refuse(tmp_path: pathlib.Path) -> None:
         "other_override": refused,
         "other_key": refused,
         "falls_back_together": agreed,
+        "falls_back_to_other_bits": refused,
         "cannot_start": refused,
         "no_plans": refused,
         "late": refused,
     }, said
-    for name in ("other_policy", "other_override", "other_key", "cannot_start", "no_plans"):
+    for name in ("other_policy", "other_override", "other_key", "falls_back_to_other_bits", "cannot_start", "no_plans"):
         assert said[0][name] == said[1][name], "the ranks say different things"
     assert "policy: rank 0: " in said[0]["other_policy"][1]
     assert "overrides: rank 0: gdn_ring_commit=torch; rank 1: none" in said[0]["other_override"][1]
+    assert "bits of gdn_ring_commit" in said[0]["falls_back_to_other_bits"][1]
     assert "rank 1 cannot start" in said[0]["cannot_start"][1] and "out of shared memory" in said[0]["cannot_start"][1]
     assert said[0]["no_plans"][1] == "rank 0 cannot start: no plans; bind the ops first"
     for rank in said:
