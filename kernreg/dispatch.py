@@ -99,7 +99,8 @@ def overrides() -> tuple[Override, ...]:
 @contextmanager
 def force(name: str | None = None, **ops: str) -> Iterator[None]:
     """Within the block, bind and unbound calls use this backend or kernel: ``force("torch")``,
-    ``force(gdn_ring_commit="triton.per_head")``. Plans that are bound already keep their choice.
+    ``force(gdn_ring_commit="triton.per_head")``. Plans that are bound already keep their choice. It holds in this thread and
+    task; one that is started inside begins without it, unless it runs in a copy of the context. KERNREG_FORCE holds everywhere.
     """
     added = tuple(Override(op, kernel) for op, kernel in ops.items())
     added += (Override(None, name),) if name else ()
@@ -211,6 +212,17 @@ class Plan:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self  # a copied model shares what is compiled, and the counts
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"{self.op.name}: a plan belongs to its process and cannot be pickled; bind {self.key} in the other process"
+        )
 
     @property
     def key(self) -> str:
@@ -510,7 +522,8 @@ def _attempt(step: Callable[..., T], *args: Any) -> T | Exception:
 
     try:
         return step(*args)
-    except torch.cuda.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError as error:
+        error.add_note("kernreg: while a plan was warmed up; warm plans up before pools and graphs fill the memory")
         raise
     except Exception as error:
         return error

@@ -251,7 +251,8 @@ def agree(
 
     Compared are the digests of policy, registry and kernel sources, overrides, the variant for each batch, product and
     architecture (unless one section of the policy is pinned on all ranks), and the versions of torch and Triton. Ranks may hold
-    different heads: then what these decide may differ. Where a rank's plan took its row's fallback, the others take it too, and what they then serve is compared once more.
+    different heads: then what these decide may differ. Where a rank's plan took its row's fallback, the others take it too, and
+    what they then serve is compared once more.
 
     Args:
         plans: the plans of this rank; all ranks bind the same ops and keys, heads aside.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -223,8 +226,9 @@ def test_d15_out_of_resources_takes_the_fallback_too(bind: Any, monkeypatch: pyt
 
 def test_a_full_memory_is_no_reason_to_fall_back(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["fake_kernels"], "ERROR", torch.cuda.OutOfMemoryError("CUDA out of memory"), raising=False)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
+    with pytest.raises(torch.cuda.OutOfMemoryError) as raised:
         bind(ring=32).warmup()
+    assert "warm plans up before pools" in raised.value.__notes__[0]
 
 
 def test_a_mistake_in_a_backend_is_not_taken_for_a_compile_error(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +344,19 @@ def test_force_is_scoped_part_of_the_digest_and_leaves_bound_plans_alone(bind: A
             assert dispatch.overrides()[0] == Override(None, "fake")
     assert forced.digest != free.digest == bind(**FACTS).digest
     assert dispatch.overrides() == ()
+
+
+def test_force_holds_in_its_thread_and_where_its_context_is_copied(bind: Any) -> None:
+    with ThreadPoolExecutor(1) as pool, kernreg.force(gdn_ring_advance="fake.large"):
+        assert pool.submit(lambda: bind(**FACTS).variant(1).id).result() == "fake.small"
+        assert pool.submit(copy_context().run, lambda: bind(**FACTS).variant(1).id).result() == "fake.large[BLOCK=4]"
+
+
+def test_a_plan_is_shared_by_copies_and_stays_in_its_process(bind: Any) -> None:
+    plan = bind(ring=16)
+    assert copy.copy(plan) is plan and copy.deepcopy({"plan": plan})["plan"] is plan
+    with pytest.raises(TypeError, match=r"gdn_ring_advance: a plan .*cannot be pickled; bind ring=16"):
+        pickle.dumps(plan)
 
 
 def test_forcing_what_cannot_serve_raises_instead_of_serving_something_else(bind: Any) -> None:
